@@ -1,0 +1,1 @@
+"""What the server, the clients and the strategies share."""

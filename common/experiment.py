@@ -1,0 +1,224 @@
+"""The experiment file: TOML read into strict settings. Defaults make a five-line file valid."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from common.errors import SettingsError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A table of the experiment file: unknown keys are errors and values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OpenSection(BaseModel):
+    """A table whose further keys belong to the named task or strategy, which checks them itself."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beside `name`."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class TaskSettings(OpenSection):
+    """`[task]`: a registered task or `package.module:function`, and that task's own keys."""
+
+    name: str = "digits"
+
+
+class StrategySettings(OpenSection):
+    """`[strategy]`: a registered algorithm and its own hyperparameters."""
+
+    name: str = "fedavg"
+
+
+class PartitionSettings(Section):
+    """`[partition]`: how a pooled data set is split over simulated clients, by name "0" to "clients-1"."""
+
+    kind: Literal["iid", "dirichlet", "pathological", "shards", "natural", "size"] = "iid"
+    clients: int | None = Field(None, ge=1, description="default: 10, or every group of a natural split")
+    alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
+    classes_per_client: int = Field(2, ge=1, description="pathological split")
+    shards_per_client: int = Field(2, ge=1, description="shards split")
+    growth: Literal["linear", "square", "exponential"] = "linear"
+    min_examples: int = Field(1, ge=0, description="smallest client of a Dirichlet split")
+    holdout: float = Field(0.1, ge=0, lt=1, description="share of each client's examples kept for evaluation")
+
+
+class LocalSettings(Section):
+    """`[local]`: the work of a client in one round and its optimizer."""
+
+    optimizer: Literal["sgd", "adam", "adamw", "amsgrad"] = "sgd"
+    lr: float = Field(0.1, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1, description="heavy ball, its buffer zero at the round's start")
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    proximal_mu: float = Field(0.0, ge=0, description="adds mu (w - w_start) to each gradient")
+    clip_norm: float | None = Field(None, gt=0, description="bound of the gradient's global L2 norm")
+    batch_size: int = Field(32, ge=1)
+    epochs: int = Field(1, ge=1)
+    steps: int | None = Field(None, ge=1, description="local steps a round; replaces epochs")
+    step_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate after each local step")
+    schedule: Literal["constant", "exponential", "cosine"] = "constant"
+    decay: float = Field(0.998, gt=0, le=1, description="factor a round of the exponential schedule")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the forward pass")
+    threads: int = Field(1, ge=1, description="CPU threads of a client; part of the bit-equality promise")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a step is not linear in its gradients."""
+        return self.optimizer != "sgd"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> LocalSettings:
+        if self.adaptive and (self.momentum or self.nesterov):
+            raise ValueError(f"momentum and nesterov belong to optimizer 'sgd', not to '{self.optimizer}'")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum > 0")
+        return self
+
+
+class ServerSettings(Section):
+    """`[server]`: the optimizer that turns the averaged client change into the next model."""
+
+    optimizer: Literal["sgd", "momentum", "nesterov", "adagrad", "adam", "yogi", "ams"] = "sgd"
+    lr: float = Field(1.0, gt=0, description="eta_g")
+    momentum: float = Field(0.9, ge=0, lt=1, description="beta of momentum and nesterov")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0, description="adaptivity: not a tiny epsilon")
+
+
+class RoundSettings(Section):
+    """`[round]`: who takes part and when a round is good enough."""
+
+    sample: int | None = Field(None, ge=1, description="clients a round; default: all")
+    over_select: int = Field(0, ge=0, description="further clients asked; the round closes at `sample` replies")
+    quorum: int | None = Field(None, ge=1, description="fewest uploads of a valid round; default: half of sample")
+    deadline_s: float = Field(600.0, gt=0)
+    max_void: int = Field(3, ge=1, description="void tries in a row that end the run")
+    wait_for: int | None = Field(None, ge=1, description="clients on the roll before round 1; default: all simulated")
+    max_upload_norm: float | None = Field(None, gt=0, description="L2 bound of an uploaded model change")
+
+
+class CompressionSettings(Section):
+    """`[compression]`: of what clients send."""
+
+    up: Literal["none"] = "none"
+
+
+class EvaluateSettings(Section):
+    """`[evaluate]`: when and on whose data. Central and client evaluation never mix."""
+
+    every: int = Field(1, ge=1, description="rounds; the last round is always evaluated")
+    clients: Literal["auto", "none", "sampled", "all"] = Field(
+        "auto", description="auto: all clients if the task has no central test set, else none"
+    )
+    batch_size: int = Field(256, ge=1)
+
+
+class CheckpointSettings(Section):
+    """`[checkpoint]`: atomic, round-stamped files in the run folder."""
+
+    every: int = Field(1, ge=1)
+    keep: int = Field(3, ge=1)
+
+
+class Experiment(Section):
+    """One experiment: the same file and seed give the same weights in every engine."""
+
+    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(10, ge=1)
+    task: TaskSettings = TaskSettings()
+    partition: PartitionSettings = PartitionSettings()
+    strategy: StrategySettings = StrategySettings()
+    local: LocalSettings = LocalSettings()
+    server: ServerSettings = ServerSettings()
+    round: RoundSettings = RoundSettings()
+    compression: CompressionSettings = CompressionSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Experiment:
+        """Read and check a file. Relative data files in `[task]` stay as written.
+
+        Raises SettingsError naming the file, the key, the value and what is allowed.
+        """
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"experiment file {str(path)!r} cannot be read: {error}") from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str = "experiment") -> Experiment:
+        """Read and check TOML text; `source` names it in errors."""
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(f"{source} is not valid TOML: {error}") from None
+        return checked(cls, tables, source)
+
+    def toml(self) -> str:
+        """The resolved settings as TOML; keys without a value are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    def json(self) -> str:  # type: ignore[override]
+        """The resolved settings as JSON text: what travels to clients."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+
+    @property
+    def identity(self) -> str:
+        """Hash of all that decides the weights: a checkpoint of another identity is foreign.
+
+        `rounds`, `evaluate` and `checkpoint` are left out: a run may be prolonged or watched differently;
+        with the cosine schedule `rounds` decides the rate, so there it counts.
+        """
+        free = {"evaluate", "checkpoint"} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        kept = self.model_dump(mode="json", exclude=free)
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def checked(model: type[M], values: dict[str, Any], source: str) -> M:
+    """Build settings from a dict, or raise SettingsError with one line per fault."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_line(source, model, fault) for fault in error.errors())) from None
+
+
+def _line(source: str, model: type[BaseModel], fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        allowed = ", ".join(_section(model, fault["loc"][:-1]).model_fields)
+        return f"{source}: {where} = {fault['input']!r}: unknown key; allowed here: {allowed}"
+    return f"{source}: {where} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _section(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return model

@@ -1,0 +1,71 @@
+"""How this project sets up Flower: the pinned version, environment variables, and two slow defaults."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from common.errors import SettingsError
+
+FLWR_SERIES = "1.39"
+
+# Between two looks for an object that is still under way, at first and at most.
+PULL_BACKOFF_S = 0.005
+PULL_BACKOFF_CAP_S = 0.1
+
+_ENVIRONMENT = {
+    # No telemetry and no update check: sites may not reach the internet, or may not want to.
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    # Seconds between looks for a submitted run.
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    # Bytes of one piece of an array.
+    "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(5 * 2**20),
+}
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with Flower's tuned settings; what the user set is kept."""
+    return {**_ENVIRONMENT, **os.environ}
+
+
+def prepare() -> None:
+    """Put the tuned settings into this process. Call it before the first import of flwr, which reads them."""
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+
+
+def check_version() -> None:
+    """Raise SettingsError unless the installed flwr is of the pinned series.
+
+    Flower's server-to-client leg is gRPC up to this series; the node speaks it with flwr's own parts.
+    """
+    installed = installed_version()
+    if installed.split(".")[:2] != FLWR_SERIES.split("."):
+        raise SettingsError(
+            f"flwr {installed} is installed, but Fedkeel needs flwr {FLWR_SERIES}.x: "
+            f"pip install 'flwr[simulation]~={FLWR_SERIES}.0'"
+        )
+
+
+def installed_version() -> str:
+    """The version of the installed flwr package, or "none"."""
+    try:
+        return version("flwr")
+    except PackageNotFoundError:
+        return "none"
+
+
+def tune_flower() -> None:
+    """Shorten the wait for objects that are still under way, for all later pulls in this process.
+
+    A message becomes visible before its objects are uploaded. Flower then waits 1 s, 2 s, 4 s and so on
+    between looks, and its Grid offers no way to say otherwise; so the defaults themselves are changed.
+    """
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    defaults = pull_objects.__kwdefaults__ or {}
+    if not {"initial_backoff", "backoff_cap", "max_tries_per_object"} <= set(defaults):
+        return  # Another flwr: slow, but right.
+    # No bound on the number of tries: `max_time` (two hours) stays the bound.
+    defaults.update(initial_backoff=PULL_BACKOFF_S, backoff_cap=PULL_BACKOFF_CAP_S, max_tries_per_object=None)

@@ -1,0 +1,68 @@
+"""The registry of tasks. Modules load when they are named, so that importing this one is cheap."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import SettingsError, not_one_of
+from common.experiment import PartitionSettings, TaskSettings
+from common.tasks.base import Task
+
+# name in `[task]` -> "module:class"; each class is called as (options, partition, seed).
+TASKS = {
+    "digits": "common.tasks.digits:Digits",
+    "npz": "common.tasks.npz:Npz",
+    "quadratic": "common.tasks.quadratic:Quadratic",
+}
+
+
+def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
+    """The task that `settings` names: one of `TASKS`, or one's own as "package.module:function".
+
+    A function of one's own is called as `function(options, partition, seed)`, where `options` (dict) are the
+    keys of `[task]` beside `name`, and returns a `Task`.
+
+    Raises SettingsError for an unknown name or key, for data that cannot be used, and for whatever goes wrong
+    in a function of one's own.
+    """
+    if settings.name in TASKS:
+        task = _load(TASKS[settings.name])(settings.options, partition, seed)
+        assert isinstance(task, Task)
+        return task
+    if ":" not in settings.name:
+        raise not_one_of("task.name", settings.name, [*TASKS, "package.module:function"])
+    return _custom(settings, partition, seed)
+
+
+def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
+    what = f"task.name = {settings.name!r}"
+    try:
+        function = _load(settings.name)
+    except Exception as error:
+        raise SettingsError(f"{what} cannot be imported: {_cause(error)}") from error
+    if not callable(function):
+        raise SettingsError(f"{what} is not a function but {type(function).__name__}: {function!r}")
+    try:
+        task = function(settings.options, partition, seed)
+    except Exception as error:
+        raise SettingsError(f"{what} with {settings.options} failed: {_cause(error)}") from error
+    if not isinstance(task, Task):
+        raise SettingsError(
+            f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}"
+        )
+    return task
+
+
+def _load(target: str) -> Callable[[dict[str, Any], PartitionSettings, int], Any]:
+    module, _, attribute = target.partition(":")
+    if not module or not attribute:
+        raise ValueError("allowed: package.module:function")
+    loaded: Callable[[dict[str, Any], PartitionSettings, int], Any]
+    loaded = getattr(importlib.import_module(module), attribute)
+    return loaded
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,100 @@
+"""What a task is: a model, each client's data, a loss and metrics. Write one's own by subclassing `Task`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs (n, ...) and targets (n,) as tensors that stay in memory; batches are gathered by index."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The examples at `index` (b,), an int64 tensor on the CPU."""
+        index = index.to(self.targets.device)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+    def to(self, device: torch.device) -> Examples:
+        """The same examples on `device`; no copy if they are there."""
+        return Examples(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work."""
+
+    train: Examples
+    evaluate: Examples
+    steps: int | None = None
+
+
+class Task(ABC):
+    """A model, data, a loss and metrics. One instance serves all clients of a process.
+
+    Everything must be a function of the settings and the seed alone, the same in every process.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model on the CPU; the caller has seeded torch's global generator."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of all clients of a simulation, in the order of their partition numbers."""
+
+    @abstractmethod
+    def client(self, name: str, file: str | None = None) -> ClientData:
+        """The data of client `name`; with `file`, all of that site's own file instead of a partition.
+
+        Raises SettingsError if there is no such client or the file is unusable.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss over one batch, a 0-d tensor that autograd can differentiate."""
+
+    @abstractmethod
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
+        """Sums over one batch that become means over a data set, e.g. {"loss": ..., "accuracy": ...}.
+
+        Called without gradients and with the model in evaluation mode.
+        """
+
+    def central(self) -> Examples | None:
+        """Test examples held by the server, or None."""
+        return None
+
+    def plan_hash(self) -> str:
+        """Hash of the partition plan: equal in every process that holds the same split; "" without one."""
+        return ""
+
+    def describe(self, model: Tensor) -> Mapping[str, float]:
+        """Extra numbers about the global model, a flat vector (d,), for the history."""
+        return {}
+
+
+def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> dict[str, float]:
+    """Means of the task's metrics over `data`, with the model in evaluation mode."""
+    sums: dict[str, float] = {}
+    training = model.training
+    model.eval()
+    with torch.inference_mode():
+        for index in torch.arange(len(data)).split(batch_size):
+            for key, value in task.metrics(model, data.batch(index)).items():
+                sums[key] = sums.get(key, 0.0) + float(value)
+    model.train(training)
+    return {key: value / len(data) for key, value in sums.items()}

@@ -1,0 +1,171 @@
+"""Checkpoints: all that decides the rest of a run, in one file of tensors for each kept round."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from common.errors import SettingsError
+from common.vector import State, sha256
+from strategies.course import Course
+
+FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds."""
+
+    round: int
+    run: str
+    generation: int
+    accepted: dict[str, int]
+    known: dict[str, int]
+    state: State
+    buffers: State
+
+
+class Checkpoints:
+    """The kept checkpoints of a run folder.
+
+    Writing overlaps the next round: server states are never changed in place. `keep_from` therefore looks only at
+    files that are safely on disk.
+    """
+
+    def __init__(self, folder: Path, identity: str, keep: int) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._keep = keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        self._accepted: dict[int, dict[str, int]] = {}
+        self._generation: dict[int, int] = {}
+
+    def save(self, course: Course) -> None:
+        """Begin to write the course's present state; waits for the write before it."""
+        self.wait()
+        about = {
+            "format": FORMAT,
+            "identity": self._identity,
+            "round": str(course.round),
+            "run": course.run,
+            "generation": str(course.generation),
+            "accepted": json.dumps(course.accepted),
+            "known": json.dumps(course.known),
+        }
+        tensors = {f"state/{k}": v for k, v in course.state.items()}
+        tensors |= {f"buffers/{k}": v for k, v in course.buffers.items()}
+        self._pending = self._writer.submit(self._write, course.round, tensors, about)
+
+    def wait(self) -> None:
+        """Until the write under way is on disk; raises its error."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Finish writing."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def keep_from(self, generation: int) -> dict[str, int]:
+        """Name -> the oldest version of this generation that a kept checkpoint may ask a client for.
+
+        A client that the oldest checkpoint does not know counts as 0: that checkpoint asks it for nothing, but a
+        later one may.
+        """
+        kept = [a for round, a in list(self._accepted.items()) if self._generation[round] == generation]
+        oldest = kept[0] if kept else {}
+        return {name: version for name, version in oldest.items()}
+
+    def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
+        path = self._folder / f"{round:09d}.safetensors"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # Tensors that share storage (a tracker that equals another) must be written as their own.
+        unique: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if unique.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
+                tensors[name] = tensor.clone()
+        try:
+            save_file(tensors, temporary, {**about, "sha256": sha256(tensors)})
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self._accepted[round] = json.loads(about["accepted"])
+        self._generation[round] = int(about["generation"])
+        for old in sorted(self._accepted)[: -self._keep]:
+            self._forget(old)
+
+    def _forget(self, round: int) -> None:
+        (self._folder / f"{round:09d}.safetensors").unlink(missing_ok=True)
+        del self._accepted[round], self._generation[round]
+
+    def latest(self) -> Checkpoint:
+        """The newest whole checkpoint.
+
+        Later files than that one (damaged) are removed. Raises SettingsError if there is none or if it belongs to
+        another experiment.
+        """
+        for path in sorted(self._folder.glob("*.safetensors"), reverse=True):
+            loaded = read(path)
+            if loaded is None:
+                path.unlink()
+                continue
+            checkpoint, identity = loaded
+            if identity != self._identity:
+                raise SettingsError(
+                    f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
+                    f"experiment's {self._identity}; only rounds, [evaluate] and [checkpoint] may change"
+                )
+            for earlier in sorted(self._folder.glob("*.safetensors")):
+                if (found := read(earlier)) is not None:
+                    self._accepted[found[0].round] = found[0].accepted
+                    self._generation[found[0].round] = found[0].generation
+            return checkpoint
+        raise SettingsError(f"nothing to resume: no whole checkpoint in {str(self._folder)!r}")
+
+
+def read(path: Path) -> tuple[Checkpoint, str] | None:
+    """A checkpoint and the identity of its experiment; None if the file is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about: dict[str, Any] = file.metadata() or {}
+            tensors: State = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    if about.get("format") != FORMAT or about.get("sha256") != sha256(tensors):
+        return None
+    parts: dict[str, State] = {"state": {}, "buffers": {}}
+    for name, tensor in tensors.items():
+        part, _, key = name.partition("/")
+        parts[part][key] = tensor
+    checkpoint = Checkpoint(
+        int(about["round"]),
+        about["run"],
+        int(about["generation"]),
+        json.loads(about["accepted"]),
+        json.loads(about["known"]),
+        parts["state"],
+        parts["buffers"],
+    )
+    return checkpoint, about["identity"]

@@ -1,0 +1,96 @@
+"""Sending messages to clients and collecting their replies, with a deadline, through Flower's public Grid calls."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.001, 0.25, 0.02
+
+_CAUSES = {
+    ErrorCode.NODE_UNAVAILABLE: "offline",
+    ErrorCode.CLIENT_APP_CRASHED: "crashed",
+    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "failed",
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "failed",
+    ErrorCode.MESSAGE_UNAVAILABLE: "lost",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "lost",
+}
+
+
+def cause_of(message: Message) -> str:
+    """Why an error reply came, as one word of the history."""
+    return _CAUSES.get(message.error.code, "failed")
+
+
+@dataclass
+class Exchange:
+    """The messages of one server to its clients; remembers what was asked so that late replies are recognized."""
+
+    grid: Grid
+    in_flight: Mapping[int, int] = field(default_factory=dict)
+    """Node -> how many messages it takes at once; missing: any number."""
+    late: int = 0
+    _forgotten: set[str] = field(default_factory=set)
+
+    def run(
+        self,
+        messages: Mapping[str, Message],
+        deadline_s: float,
+        enough: Callable[[Mapping[str, Message]], bool] | None = None,
+    ) -> dict[str, Message]:
+        """Send all messages and return the replies by name, in order of arrival.
+
+        Ends when all have replied, when `enough(replies)` is true, or `deadline_s` seconds after the start. Never
+        sleeps longer than a fiftieth of the time waited so far.
+        """
+        started = time.monotonic()
+        self._count_late()
+        waiting: dict[int, deque[str]] = defaultdict(deque)
+        for name, message in messages.items():
+            waiting[message.metadata.dst_node_id].append(name)
+        names: dict[str, str] = {}
+        replies: dict[str, Message] = {}
+        self._push([n for node in waiting for n in self._next(node, waiting)], messages, names)
+        pause = SHORTEST_PAUSE_S
+        while names:
+            arrived = list(self.grid.pull_messages(list(names)))
+            freed: list[str] = []
+            for reply in arrived:
+                if (name := names.pop(reply.metadata.reply_to_message_id, None)) is None:
+                    continue
+                replies[name] = reply
+                freed += self._next(messages[name].metadata.dst_node_id, waiting, 1)
+            self._push(freed, messages, names)
+            elapsed = time.monotonic() - started
+            if elapsed >= deadline_s or (arrived and enough is not None and enough(replies)):
+                break
+            if not arrived:
+                time.sleep(min(pause, max(0.0, deadline_s - elapsed)))
+                pause = min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, elapsed * SHARE_OF_WAIT))
+        self._forgotten |= names.keys()
+        return replies
+
+    def _next(self, node: int, waiting: Mapping[int, deque[str]], count: int | None = None) -> list[str]:
+        queue = waiting[node]
+        limit = self.in_flight.get(node) or len(queue)
+        return [queue.popleft() for _ in range(min(len(queue), limit if count is None else count))]
+
+    def _push(self, batch: list[str], messages: Mapping[str, Message], names: dict[str, str]) -> None:
+        if not batch:
+            return
+        chosen = [messages[name] for name in batch]
+        self.grid.push_messages(chosen)
+        names |= {message.metadata.message_id: name for message, name in zip(chosen, batch, strict=True)}
+
+    def _count_late(self) -> None:
+        """Replies to what an earlier round asked: counted and dropped."""
+        if self._forgotten:
+            for reply in self.grid.pull_messages(list(self._forgotten)):
+                self._forgotten.discard(reply.metadata.reply_to_message_id)
+                self.late += not reply.has_error()

@@ -1,0 +1,127 @@
+"""The run folder: settings, history, checkpoints, model, events. One process writes it at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+from common.errors import SettingsError
+from common.experiment import Experiment
+from common.files import write_atomically
+from common.vector import State
+
+HISTORY, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
+    "history.jsonl",
+    "experiment.toml",
+    "model.safetensors",
+    "run.json",
+    "checkpoints",
+)
+
+
+class RunFolder:
+    """A folder `runs/<name>/`. `open` locks it for as long as the run lasts."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the round-stamped checkpoints lie."""
+        return self.path / CHECKPOINTS
+
+    @contextmanager
+    def open(self, experiment: Experiment, resume: bool) -> Iterator[None]:
+        """Lock the folder and write the settings.
+
+        Raises SettingsError if another process uses it, if it holds a run and `resume` is off, or if it is on and
+        there is none.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise SettingsError(f"run folder {str(self.path)!r} is in use by another process") from None
+            if not resume and self.holds_run():
+                raise SettingsError(
+                    f"run folder {str(self.path)!r} holds a run already: add --resume to go on with it, or choose another"
+                )
+            write_atomically(self.path / SETTINGS, experiment.toml().encode())
+            yield
+        finally:
+            os.close(lock)
+
+    def holds_run(self) -> bool:
+        """Whether a run left anything here."""
+        return (self.path / HISTORY).exists() or any(self.checkpoints.glob("*.safetensors"))
+
+    def history(self) -> list[dict[str, Any]]:
+        """All whole lines of the history; a line cut off by a crash is left out."""
+        return list(read_history(self.path / HISTORY))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a line to the history."""
+        with (self.path / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def cut_history(self, round: int) -> None:
+        """Drop the lines after `round`: those rounds are run again from its checkpoint."""
+        kept = [json.dumps(line) + "\n" for line in self.history() if line["round"] <= round]
+        if (self.path / HISTORY).exists():
+            write_atomically(self.path / HISTORY, "".join(kept).encode())
+
+    def save_model(self, tensors: State) -> Path:
+        """The final model as named tensors that load into the plain torch model."""
+        write_atomically(self.path / MODEL, save(tensors))
+        return self.path / MODEL
+
+    def set_status(self, status: str, **more: Any) -> None:
+        """What became of the run: "running", "finished" or "failed", and why."""
+        write_atomically(self.path / STATUS, json.dumps({"status": status, **more}, indent=1).encode())
+
+    def status(self) -> dict[str, Any]:
+        """What `set_status` wrote last; {} before."""
+        with suppress(OSError, json.JSONDecodeError):
+            value = json.loads((self.path / STATUS).read_text("utf-8"))
+            return value if isinstance(value, dict) else {}
+        return {}
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a history file."""
+    with suppress(FileNotFoundError):
+        for line in path.read_text("utf-8").splitlines():
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def choose(root: str | Path, name: str, resume: bool) -> Path:
+    """The folder of a run called `name`: with `resume` the latest one, else one that is not there yet."""
+    root = Path(root)
+    taken = [path for path in (root / name, *_numbered(root, name)) if RunFolder(path).holds_run()]
+    if resume:
+        if not taken:
+            raise SettingsError(f"nothing to resume: there is no run {name!r} in {str(root.resolve())!r}")
+        return taken[-1]
+    return root / name if not taken else root / f"{name}-{_number(taken[-1], name) + 1}"
+
+
+def _numbered(root: Path, name: str) -> list[Path]:
+    found = [path for path in root.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
+    return sorted(found, key=lambda path: _number(path, name))
+
+
+def _number(path: Path, name: str) -> int:
+    return int(path.name.removeprefix(name).removeprefix("-") or 1)

@@ -1,0 +1,283 @@
+"""A Flower server and clients as real processes on this machine, and runs submitted to a server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StopRunRequest, StreamLogsRequest
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.error import FlowerError
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+from common.errors import RunError, SettingsError
+from common.flower import environment
+from server.processes import Family, free_ports, stop
+
+ROOT = Path(__file__).resolve().parents[1]
+
+__all__ = [
+    "Clients",
+    "RunStatus",
+    "SuperLink",
+    "free_ports",
+    "run_log",
+    "run_status",
+    "start_clients",
+    "stop_run",
+    "submit_run",
+]
+
+
+class SuperLink:
+    """A `flower-superlink` of this environment on 127.0.0.1; a context manager that stops all it started.
+
+    `control_address`: for `submit_run`; `fleet_address`: for clients. `home`: Flower's own folder, by default
+    a temporary one. Entering waits until both ports answer, or raises RunError with the end of the log.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        control_port: int | None = None,
+        fleet_port: int | None = None,
+        home: Path | None = None,
+        start_timeout_s: float = 60.0,
+    ):
+        spare = free_ports(2)
+        self.control_port = control_port or spare[0]
+        self.fleet_port = fleet_port or spare[1]
+        self.log = log
+        self._home = home
+        self._start_timeout_s = start_timeout_s
+        self._stack = ExitStack()
+
+    @property
+    def control_address(self) -> str:
+        """Where runs are submitted, HOST:PORT."""
+        return f"127.0.0.1:{self.control_port}"
+
+    @property
+    def fleet_address(self) -> str:
+        """Where clients join, HOST:PORT."""
+        return f"127.0.0.1:{self.fleet_port}"
+
+    def __enter__(self) -> Self:
+        for port in (self.control_port, self.fleet_port):
+            if _answers(port):
+                raise RunError(f"port {port} of 127.0.0.1 is in use; is another server running?")
+        with ExitStack() as stack:
+            home = self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-")))
+            self._family = Family(self._command(), _server_environment(home), self.log)
+            stack.callback(stop, [self._family], 3.0)
+            self._wait()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether the server process is alive."""
+        return self._family.running
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._family.process.pid
+
+    def _command(self) -> list[str]:
+        start = os.environ.get("FK_PRE", "") + "from flwr.superlink.cli.flower_superlink import flower_superlink as run; run()"
+        options = (
+            "--insecure --isolation subprocess --disable-runtime-dependency-installation --host 127.0.0.1"
+        )
+        ports = ["--port", str(self.control_port), "--fleet-api-address", self.fleet_address]
+        return [sys.executable, "-c", start, *options.split(), *ports]
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self._start_timeout_s
+        while not (_answers(self.control_port) and _answers(self.fleet_port)):
+            if not self.running:
+                raise RunError(f"the Flower server ended while starting:\n{self._family.tail()}")
+            if time.monotonic() > end:
+                waited = f"{self._start_timeout_s:g} s"
+                raise RunError(f"the Flower server did not start in {waited}:\n{self._family.tail()}")
+            time.sleep(0.02)
+
+
+def _server_environment(home: Path) -> dict[str, str]:
+    # Flower starts its helpers by name: they must be the ones of this environment.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Clients:
+    """Client processes of this machine, by name."""
+
+    def __init__(self, families: Mapping[str, Family]):
+        self._families = dict(families)
+
+    def ended(self) -> dict[str, str]:
+        """Clients whose process is gone: name -> exit code and the end of its log."""
+        return {
+            name: f"exit code {family.process.returncode}\n{family.tail()}"
+            for name, family in self._families.items()
+            if not family.running
+        }
+
+    def pid(self, name: str) -> int:
+        """The process id of a client."""
+        return self._families[name].process.pid
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Let all finish the message in hand for up to `grace_s` seconds, then kill them."""
+        stop(list(self._families.values()), grace_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_clients(
+    address: str,
+    names: Sequence[str],
+    *,
+    memory_root: Path,
+    log_dir: Path,
+    device: str = "cpu",
+    module: str = "client",
+    options: Sequence[str] = (),
+    cwd: Path = ROOT,
+) -> Clients:
+    """Start `python -m client join` for each name; use the result in a `with` statement.
+
+    `memory_root`/NAME is a client's memory, `log_dir`/client-NAME.log its output. `options` go to all.
+    """
+    families = {}
+    for name in names:
+        command = [sys.executable, "-m", module, "join", "--server", address, "--name", name]
+        command += ["--memory", str((memory_root / name).resolve()), "--device", device, *options]
+        families[name] = Family(command, environment(), log_dir / f"client-{name}.log", cwd)
+    return Clients(families)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What the server says of a run: Flower's words, such as "finished", "failed", and a sentence."""
+
+    status: str
+    sub_status: str
+    details: str
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self.status == "finished"
+
+    @property
+    def completed(self) -> bool:
+        """Whether the run has ended well."""
+        return self.over and self.sub_status == "completed"
+
+
+def submit_run(
+    control_address: str,
+    project: Path = ROOT,
+    run_config: Mapping[str, str | int | float | bool] | None = None,
+) -> int:
+    """Bundle the project folder, start a run of it and return its id.
+
+    Keys of `run_config` must stand in the project's `[tool.flwr.app.config]`. Raises SettingsError if the
+    folder is no Flower app and RunError if the server does not take the run.
+    """
+    content = bundle(project)
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    config = user_config_to_proto(dict(run_config or {}))
+    with _control(control_address) as control:
+        answer = control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+    if not answer.HasField("run_id"):
+        raise RunError(f"the server at {control_address} did not start the run")
+    return int(answer.run_id)
+
+
+def bundle(project: Path) -> bytes:
+    """The project's Flower app bundle (FAB). Raises SettingsError if the folder is no Flower app."""
+    try:
+        settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+        # Flower's own collection walks the whole folder, virtual environments included: seconds.
+        patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*.py"])
+        paths = [path for pattern in patterns for path in project.glob(pattern) if path.is_file()]
+        paths += [project / "pyproject.toml", *project.glob(".gitignore")]
+        return build_fab_from_files({path.relative_to(project).as_posix(): path for path in paths})[0]
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(f"{project} is not a Flower app: {error}") from None
+
+
+def run_status(control_address: str, run_id: int) -> RunStatus:
+    """How a run is doing. Raises RunError if the server does not answer or does not know the run."""
+    with _control(control_address) as control:
+        status = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
+    return RunStatus(status.status, status.sub_status, status.details)
+
+
+def run_log(control_address: str, run_id: int) -> str:
+    """What the server app has logged so far."""
+    with _control(control_address) as control:
+        first = next(iter(control.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0))), None)
+    return first.log_output if first else ""
+
+
+def stop_run(control_address: str, run_id: int) -> None:
+    """Stop a run; its server app ends within about half a minute."""
+    with _control(control_address) as control:
+        control.StopRun(StopRunRequest(run_id=run_id))
+
+
+@contextmanager
+def _control(address: str) -> Iterator[ControlHttpClient]:
+    client = ControlHttpClient.from_server_address(
+        address, True, None, [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
+    )
+    try:
+        yield client
+    except httpx.HTTPStatusError as error:
+        flower_error = FlowerError.from_json(error.response.text)
+        text = (
+            " ".join(filter(None, (flower_error.message, flower_error.public_details)))
+            if flower_error
+            else ""
+        )
+        raise RunError(f"the Flower server at {address}: {text or error}") from None
+    except httpx.HTTPError as error:
+        raise RunError(f"no answer from the Flower server at {address}: {error}") from None
+    finally:
+        client.close()

@@ -1,0 +1,23 @@
+"""From an experiment to all its parts, before round 1: every fault in what the user wrote shows here."""
+
+from __future__ import annotations
+
+from common import tasks
+from common.errors import SettingsError
+from common.experiment import Experiment
+from common.models import build
+from server.rounds import Prepared
+from strategies import create
+
+
+def prepare(experiment: Experiment) -> Prepared:
+    """Create strategy, task and initial model, and check them against each other. Raises SettingsError."""
+    strategy = create(experiment)
+    task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+    clients, settings = len(task.names()), experiment.round
+    if clients and settings.sample is not None and settings.sample > clients:
+        raise SettingsError(f"round.sample = {settings.sample} is more than the {clients} clients of the partition")
+    most = settings.sample or clients
+    if most and settings.quorum is not None and settings.quorum > most:
+        raise SettingsError(f"round.quorum = {settings.quorum} is more than the {most} clients of a round")
+    return Prepared(experiment, strategy, task, build(task, experiment.seed))

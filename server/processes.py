@@ -1,0 +1,95 @@
+"""Child processes that end when they are told to, when their parent dies, and never stay behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+_TAG = "FEDKEEL_FAMILY"
+
+# Linux only: SIGTERM for the child when its parent dies, asked for before it becomes the command.
+_TIED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different TCP ports of 127.0.0.1 that are free right now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Family:
+    """A command and all processes that come from it, in a session of their own.
+
+    Ctrl-C in the terminal reaches only the parent, which then calls `stop`. If the parent is killed, the
+    command gets SIGTERM on Linux; note that there "the parent" is the thread that called this.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None):
+        self.log = log
+        self._tag = uuid.uuid4().hex
+        tied = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*tied, *command],
+                env={**env, _TAG: self._tag},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the command itself still runs."""
+        return self.process.poll() is None
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of the log."""
+        text = self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def members(self) -> list[psutil.Process]:
+        """The processes of this family that are alive, also those whose parents are gone."""
+        found = []
+        for process in psutil.process_iter():
+            # Other users' processes hide their environment.
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(_TAG) == self._tag and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+def stop(families: Sequence[Family], grace_s: float) -> None:
+    """Ask all families to end, wait up to `grace_s` seconds, then kill what is left of them."""
+    members = [process for family in families for process in family.members()]
+    for process in members:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    psutil.wait_procs(members, timeout=grace_s)
+    # Anew: a member may have started another one meanwhile.
+    rest = [process for family in families for process in family.members()]
+    for process in rest:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(rest, timeout=5)
+    for family in families:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            family.process.wait(timeout=5)

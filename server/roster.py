@@ -1,0 +1,120 @@
+"""Who is here: clients by name. Node ids come and go, names stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from common.errors import RunError, SettingsError
+from common.experiment import Experiment
+from server.exchange import Exchange
+from strategies.course import Course, Member, roll_messages
+from strategies.messages import Refused, RollReply, read_head
+
+POLL_S = 0.05
+
+
+class Roster:
+    """The roll: called at the start and for every node that joins."""
+
+    def __init__(self, grid: Grid, experiment: Experiment, course: Course, plan: str, say: Callable[[str], None]) -> None:
+        self.members: dict[str, Member] = {}
+        self.in_flight: dict[int, int] = {}
+        self._grid = grid
+        self._experiment = experiment
+        self._course = course
+        self._plan = plan
+        self._say = say
+        self._nodes: set[int] = set()
+        self._refused: dict[int, str] = {}
+
+    @property
+    def trainers(self) -> list[str]:
+        """Names of the clients that hold training examples."""
+        return [name for name, member in self.members.items() if member.examples]
+
+    @property
+    def evaluators(self) -> list[str]:
+        """Names of the clients that hold evaluation examples, sorted."""
+        return sorted(name for name, member in self.members.items() if member.evaluation)
+
+    def wait(self, count: int, deadline_s: float) -> None:
+        """Call the roll until `count` clients are here. Raises RunError after `deadline_s` seconds, with who is."""
+        started = time.monotonic()
+        said = False
+        while True:
+            self.refresh(strict=True)
+            if len(self.members) >= count:
+                return
+            if time.monotonic() - started > deadline_s:
+                here = ", ".join(sorted(self.members)) or "none"
+                raise RunError(f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}")
+            if not said:
+                self._say(f"waiting for clients: {len(self.members)} of {count} are here")
+                said = True
+            time.sleep(POLL_S)
+
+    def refresh(self, strict: bool = False) -> None:
+        """Take out nodes that left and call the roll of new ones.
+
+        A node that must not take part is refused: with `strict` (before round 1) as SettingsError, later with a
+        line in the log.
+        """
+        now = set(self._grid.get_node_ids())
+        if gone := self._nodes - now:
+            self.members = {name: m for name, m in self.members.items() if m.node not in gone}
+            self._nodes -= gone
+        for node in gone:
+            self._refused.pop(node, None)
+        new = sorted(now - self._nodes - self._refused.keys())
+        if not new:
+            return
+        for reply in self._call(new):
+            node = reply.metadata.src_node_id
+            try:
+                self._enter(node, reply)
+            except Refused as error:
+                self._refused[node] = str(error)
+                if strict:
+                    raise SettingsError(str(error)) from None
+                self._say(f"refused node {node}: {error}")
+
+    def _call(self, nodes: Iterable[int]) -> list[Message]:
+        deadline = min(30.0, self._experiment.round.deadline_s)
+        messages = roll_messages(self._experiment, self._course.run, nodes, ttl=deadline)
+        by_name = {str(message.metadata.dst_node_id): message for message in messages}
+        return list(Exchange(self._grid).run(by_name, deadline).values())
+
+    def _enter(self, node: int, reply: Message) -> None:
+        if reply.has_error():
+            raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
+        answer = read_head(RollReply, reply.content)
+        if answer.error:
+            raise Refused("roll call failed", answer.error)
+        lengths = {len(answer.names), len(answer.examples), len(answer.evaluation), len(answer.steps)}
+        if len(lengths) != 1 or min([0, *answer.examples, *answer.evaluation]) < 0:
+            raise Refused("malformed", f"roll of node {node}: {answer.names}")
+        who = f"client {', '.join(map(repr, answer.names[:3]))}"
+        if answer.layout != self._course.layout:
+            raise Refused(
+                "layout", f"{who} holds a model with layout {answer.layout}, the server's is {self._course.layout}: "
+                "the task's settings, code or frozen weights differ"
+            )
+        if answer.plan != self._plan:
+            raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {self._plan[:12]!r}")
+        for name in answer.names:
+            if name in self.members:
+                raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
+        members = [
+            Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
+            for name, examples, evaluation, steps, labels in zip(
+                answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True
+            )
+        ]
+        self._course.admit(members)
+        self.members |= {member.name: member for member in members}
+        self.in_flight[node] = answer.in_flight
+        self._nodes.add(node)

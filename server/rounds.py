@@ -1,0 +1,248 @@
+"""The round loop: sample, broadcast, collect, validate, aggregate, acknowledge, checkpoint, evaluate, record."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from common import vector, wire
+from common.errors import RunError, SettingsError
+from common.experiment import Experiment
+from common.tasks.base import Task
+from common.vector import FlatModel
+from server.checkpoint import Checkpoints
+from server.evaluate import Evaluation, describe, summarize
+from server.exchange import Exchange, cause_of
+from server.folder import RunFolder
+from server.roster import Roster
+from strategies.base import FederatedStrategy, Upload
+from strategies.course import Course, NotFinite, sample
+from strategies.messages import Refused, read_reply
+
+Record = dict[str, Any]
+TTL_MARGIN_S = 60.0
+
+
+@dataclass
+class Prepared:
+    """An experiment whose every part exists: nothing in it can fail any more for a reason that the user wrote."""
+
+    experiment: Experiment
+    strategy: FederatedStrategy
+    task: Task
+    model: FlatModel
+
+
+@dataclass
+class Attempt:
+    """What came of one try at a round."""
+
+    sampled: list[str]
+    uploads: list[Upload] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    cause: str = ""
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Rounds:
+    """One run, from the roll call to the final model."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        prepared: Prepared,
+        folder: RunFolder,
+        *,
+        say: Callable[[str], None],
+        show: Callable[[Record], None] = lambda record: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._grid = grid
+        self._experiment = prepared.experiment
+        self._task = prepared.task
+        self._model = prepared.model
+        self._strategy = prepared.strategy
+        self._folder = folder
+        self._say = say
+        self._show = show
+        self._stopped = stopped
+        self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
+        settings = prepared.experiment.checkpoint
+        self._checkpoints = Checkpoints(folder.checkpoints, prepared.experiment.identity, settings.keep)
+
+    def run(self, resume: bool = False) -> Record:
+        """Run to the last round; returns the last line of the history, {} if there was nothing to do.
+
+        Raises SettingsError before round 1 and RunError when rounds bring no progress.
+        """
+        course = self._resumed() if resume else self._fresh()
+        try:
+            roster = self._roll(course)
+            exchange = Exchange(self._grid, roster.in_flight)
+            if not resume:
+                self._checkpoints.save(course)
+            record: Record = (self._folder.history() or [{}])[-1]
+            for round in range(course.round + 1, self._experiment.rounds + 1):
+                if self._stopped():
+                    raise RunError(f"stopped before round {round}; go on with --resume")
+                record = self._round(round, course, roster, exchange)
+            self._model.load(course.state["model"], course.buffers)
+            self._folder.save_model(self._model.named_tensors())
+            return record
+        finally:
+            self._checkpoints.close()
+
+    def _fresh(self) -> Course:
+        # The name of a run tells its clients' memories from those of every other run of the same experiment.
+        name = f"{self._experiment.name}-{uuid.uuid4().hex[:12]}"
+        state = self._strategy.init(self._model.vector.clone())
+        buffers = {key: value.clone() for key, value in self._model.buffers.items()}
+        return Course(self._strategy, self._experiment, name, self._model.layout_hash, state, buffers)
+
+    def _resumed(self) -> Course:
+        kept = self._checkpoints.latest()
+        self._folder.cut_history(kept.round)
+        course = Course(self._strategy, self._experiment, kept.run, self._model.layout_hash, kept.state, kept.buffers)
+        course.known, course.accepted = kept.known, kept.accepted
+        course.generation, course.round = kept.generation, kept.round
+        self._say(f"resuming after round {kept.round}")
+        return course
+
+    def _roll(self, course: Course) -> Roster:
+        settings = self._experiment.round
+        roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say)
+        roster.wait(settings.wait_for or len(self._task.names()) or settings.sample or 1, settings.deadline_s)
+        trainers = roster.trainers
+        if not trainers:
+            raise SettingsError("no client on the roll holds a training example")
+        if settings.sample is not None and settings.sample > len(trainers):
+            raise SettingsError(
+                f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
+            )
+        steps = max(member.steps for member in roster.members.values())
+        if warning := self._strategy.caution(self._experiment, steps):
+            self._say(f"warning: {warning}")
+        return roster
+
+    def _round(self, round: int, course: Course, roster: Roster, exchange: Exchange) -> Record:
+        started = time.perf_counter()
+        void: list[Record] = []
+        for number in range(self._experiment.round.max_void):
+            attempt = self._attempt(round, number, course, roster, exchange)
+            if not attempt.cause:
+                break
+            void.append({"sampled": attempt.sampled, "dropped": attempt.dropped, "cause": attempt.cause})
+            self._say(f"round {round} is void: {attempt.cause}")
+        else:
+            raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {attempt.cause}")
+        record = self._record(round, course, attempt, void, exchange)
+        with _timed(attempt.seconds, "checkpoint"):
+            if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
+                self._checkpoints.save(course)
+        with _timed(attempt.seconds, "evaluate"):
+            if self._evaluation.due(round):
+                record["central"] = self._evaluation.central(course)
+                record["clients"] = self._evaluation.clients(course, roster, exchange, attempt.sampled)
+                record["task"] = describe(self._task, course.state["model"])
+        record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
+        self._folder.append(record)
+        self._show(record)
+        return record
+
+    def _attempt(self, round: int, number: int, course: Course, roster: Roster, exchange: Exchange) -> Attempt:
+        settings = self._experiment.round
+        roster.refresh()
+        wanted = settings.sample or len(roster.trainers)
+        sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
+        attempt = Attempt(sampled)
+        quorum = min(settings.quorum or (wanted + 1) // 2, wanted)
+        with _timed(attempt.seconds, "broadcast"):
+            course.keep_from = self._checkpoints.keep_from(course.generation)
+            members = [roster.members[name] for name in sampled]
+            messages = course.messages(round, members, settings.deadline_s + TTL_MARGIN_S)
+            attempt.bytes_down = sum(wire.size(message.content) for message in messages.values())
+        with _timed(attempt.seconds, "collect"):
+            close = (lambda replies: len(replies) >= wanted) if settings.over_select else None
+            replies = exchange.run(messages, settings.deadline_s, close)
+        with _timed(attempt.seconds, "aggregate"):
+            self._judge(round, course, attempt, replies)
+            self._advance(round, course, attempt, quorum)
+        return attempt
+
+    def _judge(self, round: int, course: Course, attempt: Attempt, replies: Mapping[str, Message]) -> None:
+        for name in attempt.sampled:
+            try:
+                if name not in replies:
+                    raise Refused("late" if len(replies) >= len(attempt.sampled) else "timed out")
+                message = replies[name]
+                if message.has_error():
+                    raise Refused(cause_of(message), message.error.reason or f"code {message.error.code}")
+                reply = read_reply(message)
+                attempt.bytes_up += reply.bytes
+                attempt.uploads.append(course.check(round, name, reply))
+            except Refused as error:
+                attempt.dropped[name] = str(error)
+                if error.cause == "memory-lost":
+                    attempt.lost.append(name)
+
+    def _advance(self, round: int, course: Course, attempt: Attempt, quorum: int) -> None:
+        if attempt.lost:
+            course.new_generation()
+            attempt.cause = f"client memory of {', '.join(attempt.lost)} is lost: new generation {course.generation}"
+        elif len(attempt.uploads) < quorum:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in attempt.dropped.items())
+            attempt.cause = f"{len(attempt.uploads)} valid uploads, quorum {quorum} ({reasons})"
+        else:
+            try:
+                attempt.uploads = course.advance(round, attempt.uploads)
+            except NotFinite as error:
+                attempt.cause = str(error)
+
+    def _record(
+        self, round: int, course: Course, attempt: Attempt, void: list[Record], exchange: Exchange
+    ) -> Record:
+        uploads = attempt.uploads
+        leading = next(iter(self._strategy.payload))
+        norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
+        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
+        return {
+            "round": round,
+            "generation": course.generation,
+            "sampled": attempt.sampled,
+            "accepted": [upload.name for upload in uploads],
+            "dropped": attempt.dropped,
+            "void": void,
+            "late": exchange.late,
+            "lr": course.lr(round),
+            "steps": {upload.name: upload.steps for upload in uploads},
+            "examples": {upload.name: upload.examples for upload in uploads},
+            "losses": {upload.name: upload.metrics.get("loss") for upload in uploads},
+            "train": summarize({upload.name: (upload.examples, upload.metrics) for upload in uploads}),
+            "bytes_down": attempt.bytes_down,
+            "bytes_up": attempt.bytes_up,
+            "drift": drift,
+            "sha256": vector.sha256({"model": course.state["model"], **course.buffers}),
+        }
+
+
+class _timed:
+    """Add the seconds of a block to `seconds[phase]`."""
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self._seconds = seconds
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._started

@@ -1,0 +1,238 @@
+"""The one abstraction: an algorithm is a Flower `Strategy` whose whole mathematics is four pure methods.
+
+`init`, `broadcast` and `aggregate` run on the server, `local` on the client. Instances hold hyperparameters only;
+everything that changes is in a `State`, so a checkpoint is a file of tensors and a round is a pure function.
+Carrying them over messages is written once: `strategies/course.py`, and below for Flower's own loop.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from common import server_optimizers
+from common.errors import SettingsError
+from common.experiment import Experiment, ServerSettings
+from common.vector import Layout, State, norm, weighted_sum
+
+C = TypeVar("C")
+Kind = Literal["vector", "scalar"]
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
+def hyperparameters(cls: type[C]) -> type[C]:
+    """Make an algorithm's class a strict dataclass: fields are hyperparameters, checked and never coerced silently."""
+    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+
+
+@dataclass
+class Upload:
+    """What one client sends, and how much it counts.
+
+    `weight` adds up to 1 over the accepted uploads of a round (for averages over the cohort); `tracker_weight` is
+    1/N under uniform weighting and n_i/n under data weighting (for averages over all clients). `vectors` are
+    read-only on the server: they lie in the received message.
+    """
+
+    vectors: State
+    name: str = ""
+    examples: int = 0
+    steps: int = 0
+    lr: float = 0.0
+    weight: float = 0.0
+    tracker_weight: float = 0.0
+    buffers: State = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Work(Protocol):
+    """What a client offers to `local`: its data, one optimizer loop and its memory. See `client/work.py`."""
+
+    received: State
+    """The broadcast; "model" (d,) is loaded already. Read-only."""
+    memory: State
+    """This client's own state as of its last accepted upload; empty before the first. Read-only."""
+    layout: Layout
+    """Name -> slot and shape, for layer-wise methods."""
+    share: float
+    """p_i = n_i / n: this client's part of all training examples."""
+    num_examples: int
+    lr: float
+    """eta_l of this round, before any decay within the round."""
+    round: int
+    """t, from 1."""
+    steps_taken: int
+    accepted_last_round: bool
+    """Whether this client's upload of round t-1 entered the aggregate."""
+    assigned: Mapping[str, float]
+    """Scalars for this client alone, from `assign`."""
+    proximal_mu: float
+    """mu of a proximal term (mu/2)|w - w_start|^2, added after the generator's yield; may be set before `steps`."""
+    mean_loss: float
+    """Mean training loss over the steps taken so far."""
+
+    @property
+    def vector(self) -> Tensor:
+        """The local model (d,), live."""
+
+    def steps(self, *, clip: Literal["after", "before"] = "after") -> Iterator[Tensor]:
+        """Run the local steps, yielding each raw gradient (d,) before the optimizer sees it; change it in place.
+
+        With `clip="before"` the gradient is clipped before it is yielded, else after. The proximal term is added
+        after the yield in either case.
+        """
+
+    def delta(self) -> Tensor:
+        """w_local - w_received, a new vector (d,); it points downhill."""
+
+    def full_gradient(self) -> Tensor:
+        """The mean gradient over all training examples at the current local model, a new vector (d,)."""
+
+    def unit_response(self) -> float:
+        """a_i: how far the local optimizer moves, in units of lr, when every gradient is 1 (FedNova's ||a_i||_1)."""
+
+    def keep(self, **state: Tensor) -> None:
+        """The memory to save with this round; it counts once the server accepts the upload."""
+
+    def upload(self, **vectors: Tensor) -> Upload:
+        """Wrap what is to be sent."""
+
+
+@hyperparameters
+class FederatedStrategy(Strategy):
+    """Base of all algorithms.
+
+    weights: "data" averages model changes by n_i over the cohort and trackers by n_i/n, for the data-weighted
+    objective; "uniform" by 1/|S| and 1/N, for the plain mean over clients. One weighting for both: mixing them moves
+    the fixed point away from both minimizers.
+    server: the optimizer that takes the averaged change.
+    """
+
+    weights: Literal["uniform", "data"] = "data"
+    server: ServerSettings = ServerSettings()
+
+    payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector"}
+    """Name -> kind of all that a client uploads; a reply that differs is refused."""
+    trackers: ClassVar[tuple[str, ...]] = ()
+    """Entries of the server state that are averages over *all* clients' memories."""
+    memory: ClassVar[Literal["none", "bound", "own"]] = "none"
+    """"bound": client memory belongs to server state (trackers, duals), losing it starts a new generation;
+    "own": it is the client's own affair and starts empty when lost."""
+
+    def init(self, model: Tensor) -> State:
+        """The server state before round 1 for initial weights (d,)."""
+        return {"model": model, **server_optimizers.start(self.server, model)}
+
+    def broadcast(self, state: State) -> State:
+        """What every sampled client receives."""
+        return {"model": state["model"]}
+
+    @abstractmethod
+    def local(self, work: Work) -> Upload:
+        """One client's round."""
+
+    def aggregate(self, state: State, uploads: Sequence[Upload]) -> State:
+        """The next server state; `state` is not changed. Default: a server step along the mean of "delta"."""
+        return state | server_optimizers.step(self.server, state, cohort_mean(uploads, "delta"))
+
+    def assign(self, state: State, sampled: Sequence[str], round: int) -> Mapping[str, Mapping[str, float]]:
+        """Scalars that differ by client: name -> {key: value}."""
+        return {}
+
+    def reset(self, state: State) -> State:
+        """The state of a new generation: model and server moments stay, all that is bound to client memory is zero."""
+        kept = {name: value for name, value in state.items() if name == "model" or name.startswith("server.")}
+        return self.init(state["model"]) | kept
+
+    def check(self, experiment: Experiment) -> None:
+        """Raise SettingsError for a pair of settings without meaning."""
+
+    def caution(self, experiment: Experiment, steps: int) -> str | None:
+        """A warning to show before round 1; `steps` is the largest number of local steps that a client announced."""
+        return None
+
+    # Flower's own loop, `strategy.start(grid, arrays, train_config=course.config_of(experiment))`. Our loop,
+    # `server/rounds.py`, uses the same course and adds quorum, deadline and checkpoints.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients and address them."""
+        return self._flower(config, arrays, grid).open_round(server_round)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies and make the next model; without a valid reply the model stays."""
+        return self._flower().close_round(server_round, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all clients that hold evaluation examples."""
+        return self._flower().open_evaluation(server_round)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Example-weighted means of the clients' metrics."""
+        return self._flower().close_evaluation(replies)
+
+    def summary(self) -> None:
+        """Print the hyperparameters."""
+        print(self)
+
+    def _flower(self, config: ConfigRecord | None = None, arrays: ArrayRecord | None = None, grid: Any = None) -> Any:
+        """The course that Flower's loop drives; a strategy instance itself holds no state of a run."""
+        from strategies.flower_loop import FlowerLoop
+
+        if "_loop" not in self.__dict__:
+            if config is None or arrays is None:
+                raise RuntimeError("configure_train comes before the other steps of a round")
+            self.__dict__["_loop"] = FlowerLoop.begin(self, config, arrays, grid)
+        return self.__dict__["_loop"]
+
+
+def cohort_mean(uploads: Sequence[Upload], name: str) -> Tensor:
+    """Mean of an uploaded vector over the cohort, in name order, accumulated in float64."""
+    return weighted_sum([u.vectors[name] for u in uploads], [u.weight for u in uploads])
+
+
+def tracker_change(uploads: Sequence[Upload], name: str) -> Tensor:
+    """What the uploads add to an average over all clients: sum of tracker_weight_i * vector_i."""
+    return weighted_sum([u.vectors[name] for u in uploads], [u.tracker_weight for u in uploads])
+
+
+def require_sgd(algorithm: str, experiment: Experiment, why: str) -> None:
+    """Refuse adaptive local optimizers."""
+    if experiment.local.adaptive:
+        raise SettingsError(
+            f"strategy.name = {algorithm!r} has no meaning with local.optimizer = "
+            f"{experiment.local.optimizer!r}: {why}; allowed: 'sgd' (with momentum, nesterov, proximal_mu, step_decay)"
+        )
+
+
+def all_finite(state: State) -> bool:
+    """Whether every number of a state is finite."""
+    return all(math.isfinite(norm(value)) for value in state.values())
+
+
+__all__ = [
+    "FederatedStrategy",
+    "Kind",
+    "Upload",
+    "Work",
+    "all_finite",
+    "cohort_mean",
+    "hyperparameters",
+    "require_sgd",
+    "tracker_change",
+]

@@ -1,0 +1,279 @@
+"""The course of a run: server state, roll and acknowledgements, and how one round changes them.
+
+Here the four methods are carried over messages, once for all algorithms. `server/rounds.py` adds the waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+
+from common import vector, wire
+from common.experiment import Experiment
+from common.seeds import derive
+from common.vector import State
+from strategies.base import FederatedStrategy, Upload, all_finite
+from strategies.messages import (
+    BUFFERS,
+    EvaluateHead,
+    HEAD,
+    Refused,
+    Reply,
+    RollHead,
+    STATE,
+    TrainHead,
+    train_content,
+    write_head,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client on the roll, by name."""
+
+    name: str
+    node: int
+    examples: int
+    evaluation: int
+    steps: int
+    device: str = ""
+    versions: str = ""
+    labels: str = ""
+
+
+class NotFinite(ArithmeticError):
+    """An aggregate with NaN or Inf: the round is rolled back."""
+
+
+@dataclass
+class Course:
+    """Everything of a run that changes, on the server's side.
+
+    `state` and `buffers` are the model and what the algorithm keeps; `known` name -> training examples of every
+    client that was ever on the roll (the N and n of trackers); `accepted` name -> last accepted round of this
+    generation; `keep_from` name -> oldest version that any kept checkpoint may ask for.
+    """
+
+    strategy: FederatedStrategy
+    experiment: Experiment
+    run: str
+    layout: str
+    state: State
+    buffers: State
+    known: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    keep_from: dict[str, int] = field(default_factory=dict)
+    generation: int = 1
+    round: int = 0
+
+    @property
+    def total(self) -> int:
+        """n: training examples of all known clients."""
+        return sum(self.known.values())
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """Put new clients on the roll. A tracker is an average over all of them, so it shrinks as they join: a new
+        client's own part is zero.
+
+        Raises Refused if a known client now announces another number of examples.
+        """
+        before = self._mass()
+        for member in members:
+            if self.known.setdefault(member.name, member.examples) != member.examples:
+                raise Refused(
+                    "changed",
+                    f"client {member.name!r} announced {self.known[member.name]} training examples at first and "
+                    f"{member.examples} now; start a new run",
+                )
+        after = self._mass()
+        if before and after != before:
+            self.state |= {name: self.state[name] * (before / after) for name in self.strategy.trackers}
+
+    def _mass(self) -> int:
+        return len(self.known) if self.strategy.weights == "uniform" else self.total
+
+    def lr(self, round: int) -> float:
+        """The local rate of a round: from the server's round, also for a client that skipped some."""
+        local = self.experiment.local
+        if local.schedule == "exponential":
+            return local.lr * local.decay ** (round - 1)
+        if local.schedule == "cosine":
+            return local.lr * (1 + math.cos(math.pi * (round - 1) / self.experiment.rounds)) / 2
+        return local.lr
+
+    def new_generation(self) -> None:
+        """Zero every tracker on both sides: after a client lost memory that is bound to server state."""
+        self.generation += 1
+        self.state = self.strategy.reset(self.state)
+        self.accepted.clear()
+        self.keep_from.clear()
+
+    def messages(self, round: int, members: Sequence[Member], ttl: float) -> dict[str, Message]:
+        """One TRAIN message for each member, by name. All share one copy of the broadcast."""
+        state = wire.to_records(self.strategy.broadcast(self.state))
+        buffers = wire.to_records(self.buffers)
+        assigned = self.strategy.assign(self.state, [m.name for m in members], round)
+        text, total = self.experiment.json(), self.total
+        return {
+            member.name: Message(
+                train_content(
+                    TrainHead(
+                        experiment=text,
+                        run=self.run,
+                        client=member.name,
+                        generation=self.generation,
+                        round=round,
+                        accepted=self.accepted.get(member.name, 0),
+                        keep_from=self.keep_from.get(member.name, 0),
+                        share=self.known[member.name] / total,
+                        lr=self.lr(round),
+                        layout=self.layout,
+                    ),
+                    state,
+                    buffers,
+                    assigned.get(member.name, {}),
+                ),
+                dst_node_id=member.node,
+                message_type=MessageType.TRAIN,
+                group_id=str(round),
+                ttl=ttl,
+            )
+            for member in members
+        }
+
+    def evaluation_messages(self, round: int, members: Sequence[Member], ttl: float) -> dict[str, Message]:
+        """One EVALUATE message for each member, by name."""
+        state = wire.to_records({"model": self.state["model"]})
+        buffers = wire.to_records(self.buffers)
+        text = self.experiment.json()
+        return {
+            member.name: Message(
+                RecordDict(
+                    {
+                        HEAD: write_head(EvaluateHead(text, self.run, member.name, round, self.layout)),
+                        STATE: state,
+                        BUFFERS: buffers,
+                    }
+                ),
+                dst_node_id=member.node,
+                message_type=MessageType.EVALUATE,
+                group_id=str(round),
+                ttl=ttl,
+            )
+            for member in members
+        }
+
+    def check(self, round: int, name: str, reply: Reply) -> Upload:
+        """The upload in a reply from client `name`, or Refused with the reason: nothing unchecked meets the model."""
+        head = reply.head
+        asked = (self.run, name, self.generation, round, self.layout)
+        told = (head.run, head.client, head.generation, head.round, head.layout)
+        if told != asked:
+            raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
+        if head.status != "ok":
+            raise Refused(head.status, head.reason)
+        if not 0 < head.examples <= self.known[name]:
+            raise Refused("examples", f"{head.examples} not in 1..{self.known[name]}, the roll's number")
+        if head.steps < 1:
+            raise Refused("steps", f"{head.steps} local steps")
+        if head.lr != self.lr(round):
+            raise Refused("mismatch", f"local rate {head.lr}, expected {self.lr(round)}")
+        model = self.state["model"]
+        _same_groups("upload", reply.state, self.strategy.payload.keys())
+        for group, kind in self.strategy.payload.items():
+            like = model if kind == "vector" else torch.empty((), dtype=torch.float64)
+            _same_layout(group, reply.state[group], like)
+        _same_groups("buffers", reply.buffers, self.buffers.keys())
+        for group, own in self.buffers.items():
+            _same_layout(group, reply.buffers[group], own)
+        self._check_values(reply)
+        return Upload(
+            reply.state, name, head.examples, head.steps, head.lr, buffers=reply.buffers, metrics=reply.metrics
+        )
+
+    def _check_values(self, reply: Reply) -> None:
+        bound = self.experiment.round.max_upload_norm
+        for group, value in reply.state.items():
+            size = vector.norm(value)
+            if not math.isfinite(size):
+                raise Refused("not finite", f"{group} holds NaN or Inf")
+            reply.metrics[f"norm.{group}"] = size
+            if bound is not None and self.strategy.payload[group] == "vector" and size > bound:
+                raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
+        for group, value in reply.buffers.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise Refused("not finite", f"{group} holds NaN or Inf")
+        for key, number in reply.metrics.items():
+            if not math.isfinite(number) and key == "loss":
+                raise Refused("not finite", f"training loss {number}")
+
+    def advance(self, round: int, uploads: Sequence[Upload]) -> list[Upload]:
+        """Aggregate in name order, acknowledge and move on to `round`; returns the uploads in the order summed.
+
+        Raises NotFinite and changes nothing if the aggregate is not finite.
+        """
+        ordered = sorted(uploads, key=lambda upload: upload.name)
+        uniform = self.strategy.weights == "uniform"
+        cohort, total = sum(upload.examples for upload in ordered), self.total
+        for upload in ordered:
+            upload.weight = 1 / len(ordered) if uniform else upload.examples / cohort
+            upload.tracker_weight = 1 / len(self.known) if uniform else self.known[upload.name] / total
+        state = self.strategy.aggregate(self.state, ordered)
+        buffers = mean_buffers(self.buffers, ordered)
+        if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
+            raise NotFinite(f"the aggregate of round {round} is not finite")
+        self.state, self.buffers, self.round = state, buffers, round
+        self.accepted |= {upload.name: round for upload in ordered}
+        return ordered
+
+
+def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
+    """Cohort means of floating buffers. Integer and boolean ones (counters, masks) take the largest value sent and
+    keep their dtype: an average of counters is no counter."""
+    result: State = {}
+    for name, own in buffers.items():
+        sent = [upload.buffers[name] for upload in uploads]
+        if own.is_floating_point():
+            result[name] = vector.weighted_sum(sent, [upload.weight for upload in uploads])
+        else:
+            result[name] = torch.stack(list(sent)).amax(dim=0).to(own.dtype)
+    return result
+
+
+def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:
+    if set(got) != set(expected):
+        raise Refused("layout", f"{what} {sorted(got)}, expected {sorted(expected)}")
+
+
+def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
+    if got.shape != like.shape or got.dtype != like.dtype:
+        raise Refused(
+            "layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}"
+        )
+
+
+def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
+    """The clients of a round: a function of seed, round, try and sorted names alone; sorted."""
+    ordered = sorted(names)
+    if count >= len(ordered):
+        return ordered
+    return sorted(random.Random(derive(seed, "sample", round, attempt)).sample(ordered, count))
+
+
+def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: float) -> list[Message]:
+    """One roll call for each node."""
+    head = RollHead(experiment.json(), run)
+    return [
+        Message(RecordDict({HEAD: write_head(head)}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
+        for node in nodes
+    ]
+
+
+def config_of(experiment: Experiment) -> ConfigRecord:
+    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
+    return ConfigRecord({"experiment": experiment.json()})

@@ -1,0 +1,107 @@
+"""HaFedHo: harmonizing heterogeneous clients by objective rectification (Algorithm 1). See docs/hafedho.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from common import server_optimizers
+from common.experiment import Experiment
+from common.vector import State, weighted_sum
+from strategies.base import FederatedStrategy, Kind, Upload, Work, cohort_mean, hyperparameters, require_sgd
+
+
+@hyperparameters
+class HaFedHo(FederatedStrategy):
+    """Clients minimize phi_i(w) = f_i(w) + mu (fhat + h^T (w - w^t)); the server steps w^{t+1} = w^t - eta g^t.
+
+    h = g^{t-1} - q_i g_i^{t-1} and fhat = fhat^{t-1} - q_i fhat_i^{t-1} if this client's upload of round t-1 was
+    accepted, else g^{t-1} and fhat^{t-1}. fhat_i is the mean local loss, g_i a *sum* over the lambda local steps;
+    g^t and fhat^t are their means over the cohort (uniform, Algorithm 1; its section 4.2 writes p_i). All start at
+    zero: round 1 is FedAvg.
+
+    mu (mu >= 0, default 0.01): beta = mu lambda acts as undamped momentum, so flat directions need mu lambda < 1.
+    mu_schedule: "constant", or "inverse" for mu/t, which the paper's theory allows.
+    rectification: "objective" adds grad(mu h^T w) = mu h to the loss gradient before clipping, as autograd does;
+      "gradient" adds it after clipping. Without clipping they are one and the same (the paper reports a difference).
+    upload: "phi" g_i = sum grad phi_i (Algorithm 1); "displacement" (w^t - w_i)/eta, which differs from phi only by
+      weight decay, momentum or clipping; "raw" sum grad f_i, which removes the recursion and follows FedAvg.
+    own_share: q_i = "data" p_i = n_i/n (Algorithm 1); "cohort" the weight that g_i really had in g^{t-1}; "none" 0.
+    """
+
+    weights: Literal["uniform", "data"] = "uniform"
+    mu: float = Field(0.01, ge=0)
+    mu_schedule: Literal["constant", "inverse"] = "constant"
+    rectification: Literal["objective", "gradient"] = "objective"
+    upload: Literal["phi", "displacement", "raw"] = "phi"
+    own_share: Literal["data", "cohort", "none"] = "data"
+
+    payload: ClassVar[Mapping[str, Kind]] = {"gradient": "vector", "loss": "scalar"}
+    memory: ClassVar[Literal["none", "bound", "own"]] = "own"
+
+    def init(self, model: Tensor) -> State:
+        """g = 0, fhat = 0, and the total weight of the last cohort (in clients or in examples)."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return {**super().init(model), "gradient": torch.zeros_like(model), "loss": zero, "cohort": zero.clone()}
+
+    def broadcast(self, state: State) -> State:
+        """w^t (an absent client cannot rebuild it), g^{t-1}, fhat^{t-1} and the size of the last cohort."""
+        return {name: state[name] for name in ("model", "gradient", "loss", "cohort")}
+
+    def local(self, work: Work) -> Upload:
+        """lambda steps on phi_i."""
+        own = self._own_share(work)
+        h, loss = work.received["gradient"], float(work.received["loss"])
+        if own:
+            h = h - own * work.memory["gradient"]
+            loss -= own * float(work.memory["loss"])
+        mu = self.mu / work.round if self.mu_schedule == "inverse" else self.mu
+        correction = mu * h
+        total = torch.zeros_like(correction)
+        for gradient in work.steps(clip="after" if self.rectification == "objective" else "before"):
+            if self.upload == "raw":
+                total += gradient
+            gradient += correction
+            if self.upload == "phi":
+                total += gradient
+        if self.upload == "displacement":
+            total = work.delta().div_(-work.lr)
+        mean_loss = torch.tensor(work.mean_loss, dtype=torch.float64)
+        work.keep(gradient=total, loss=mean_loss)
+        sent = work.upload(gradient=total, loss=mean_loss)
+        # The constant mu fhat never reaches a gradient; the rectified objective's value at w^t is for the record.
+        sent.metrics["objective"] = work.mean_loss + mu * loss
+        return sent
+
+    def _own_share(self, work: Work) -> float:
+        if self.own_share == "none" or not work.accepted_last_round or "gradient" not in work.memory:
+            return 0.0
+        if self.own_share == "data":
+            return work.share
+        return (1.0 if self.weights == "uniform" else work.num_examples) / float(work.received["cohort"])
+
+    def aggregate(self, state: State, uploads: Sequence[Upload]) -> State:
+        """g and fhat are cohort means; the model takes a server step along -eta g with the eta of this round."""
+        gradient = cohort_mean(uploads, "gradient")
+        loss = weighted_sum([u.vectors["loss"] for u in uploads], [u.weight for u in uploads])
+        size = len(uploads) if self.weights == "uniform" else sum(u.examples for u in uploads)
+        change = gradient * -uploads[0].lr
+        kept = {"gradient": gradient, "loss": loss, "cohort": torch.tensor(float(size), dtype=torch.float64)}
+        return state | server_optimizers.step(self.server, state, change) | kept
+
+    def check(self, experiment: Experiment) -> None:
+        """Gradients must be in units of displacement over lr."""
+        require_sgd("hafedho", experiment, "the server rebuilds the model from gradients in units of lr")
+
+    def caution(self, experiment: Experiment, steps: int) -> str | None:
+        """beta = mu lambda >= 1 diverges along flat directions."""
+        if self.mu * steps < 1 or self.mu_schedule == "inverse" or self.upload == "raw":
+            return None
+        return (
+            f"hafedho: strategy.mu x local steps = {self.mu} x {steps} = {self.mu * steps:g} >= 1 is undamped momentum "
+            f"that diverges along flat directions unless gradients are clipped; mu < {1 / steps:.3g} is stable"
+        )

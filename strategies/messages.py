@@ -1,0 +1,177 @@
+"""What travels: the fields of each message, how they are written and how a reply is read. Both sides use this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from common import wire
+from common.experiment import Experiment, checked
+from common.vector import State
+from strategies.base import Upload
+
+HEAD, STATE, BUFFERS, METRICS, ASSIGNED = "fedkeel", "state", "buffers", "metrics", "assigned"
+TTL_MARGIN_S = 60.0
+
+T = TypeVar("T")
+
+
+class Refused(ValueError):
+    """A reply that must not touch the model; the text is the reason in the history."""
+
+    def __init__(self, cause: str, detail: str = "") -> None:
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class TrainHead:
+    """The settings of a TRAIN message: all that a client needs, so that it keeps no copy of the experiment."""
+
+    experiment: str
+    run: str
+    client: str
+    generation: int
+    round: int
+    accepted: int
+    """The last round of this generation whose upload from this client entered an aggregate; 0: none."""
+    keep_from: int
+    """No checkpoint of the server will ever ask for an older version than this."""
+    share: float
+    lr: float
+    layout: str
+
+
+@dataclass(frozen=True)
+class EvaluateHead:
+    """The settings of an EVALUATE message."""
+
+    experiment: str
+    run: str
+    client: str
+    round: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class RollHead:
+    """The settings of a roll call: "who are you, and do you hold the same task?" """
+
+    experiment: str
+    run: str
+
+
+@dataclass(frozen=True)
+class RollReply:
+    """One node's answer: parallel lists over the clients that it hosts, usually one."""
+
+    names: list[str]
+    examples: list[int]
+    evaluation: list[int]
+    steps: list[int]
+    labels: list[str]
+    """JSON lists of class counts, or "" where the site does not share them."""
+    layout: str
+    plan: str
+    device: str
+    versions: str
+    in_flight: int = 0
+    """How many messages the node takes at once; 0: any number."""
+    error: str = ""
+    """Why the node cannot take part."""
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """The settings of a reply to TRAIN or EVALUATE."""
+
+    run: str
+    client: str
+    generation: int
+    round: int
+    layout: str
+    status: str
+    """"ok", "memory-lost", "empty" (no examples) or "error"."""
+    reason: str = ""
+    examples: int = 0
+    steps: int = 0
+    lr: float = 0.0
+
+
+@dataclass
+class Reply:
+    """A reply, read but not yet checked against what was asked."""
+
+    head: ReplyHead
+    state: State = field(default_factory=dict)
+    buffers: State = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+
+
+def write_head(head: Any) -> ConfigRecord:
+    """A head dataclass as a record; empty lists are left out, Flower cannot carry them."""
+    return ConfigRecord({key: value for key, value in asdict(head).items() if value != []})
+
+
+def read_head(cls: type[T], content: RecordDict) -> T:
+    """The head of a message. Raises Refused if it is missing, lacks a field or has one of another type."""
+    record = content.config_records.get(HEAD)
+    if record is None:
+        raise Refused("malformed", f"no record {HEAD!r}")
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        kind = str(item.type).split("[")[0]
+        value = record.get(item.name, [] if kind == "list" else None)
+        if type(value).__name__ != kind:
+            raise Refused("malformed", f"{item.name} = {value!r} is no {kind}")
+        values[item.name] = value
+    return cls(**values)
+
+
+def read_experiment(text: str) -> Experiment:
+    """The experiment that a message carries."""
+    import json
+
+    return checked(Experiment, json.loads(text), "experiment in a message")
+
+
+def train_content(
+    head: TrainHead, state: ArrayRecord, buffers: ArrayRecord, assigned: Mapping[str, float]
+) -> RecordDict:
+    """A TRAIN message's content; `state` and `buffers` are shared by all messages of a round and hashed once."""
+    content = RecordDict({HEAD: write_head(head), STATE: state, BUFFERS: buffers})
+    if assigned:
+        content[ASSIGNED] = MetricRecord({key: float(value) for key, value in assigned.items()})
+    return content
+
+
+def reply_content(head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None) -> RecordDict:
+    """A reply's content."""
+    content = RecordDict({HEAD: write_head(head)})
+    if upload is not None:
+        content[STATE] = wire.to_records(upload.vectors)
+        content[BUFFERS] = wire.to_records(upload.buffers)
+    if metrics:
+        content[METRICS] = MetricRecord({key: float(value) for key, value in metrics.items()})
+    return content
+
+
+def read_reply(message: Message) -> Reply:
+    """Read a reply. Raises Refused, with the cause, for errors and for anything that cannot be read."""
+    if message.has_error():
+        raise Refused("failed", message.error.reason or f"code {message.error.code}")
+    content = message.content
+    head = read_head(ReplyHead, content)
+    if head.status == "error":
+        raise Refused("failed", head.reason)
+    try:
+        state = wire.from_records(content.array_records.get(STATE, ArrayRecord()))
+        buffers = wire.from_records(content.array_records.get(BUFFERS, ArrayRecord()))
+    except wire.WireError as error:
+        raise Refused("malformed", str(error)) from None
+    metrics = {key: float(value) for key, value in content.metric_records.get(METRICS, MetricRecord()).items()}
+    return Reply(head, state, buffers, metrics, wire.size(content))
