@@ -54,14 +54,20 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise SettingsError(f"run folder {str(self.path)!r} is in use by another process") from None
-            if not resume and self.holds_run():
-                raise SettingsError(
-                    f"run folder {str(self.path)!r} holds a run already: add --resume to go on with it, or choose another"
-                )
+            self.require(resume)
             write_atomically(self.path / SETTINGS, experiment.toml().encode())
             yield
         finally:
             os.close(lock)
+
+    def require(self, resume: bool) -> None:
+        """Raise SettingsError if the folder does not fit: it holds a run to be kept, or none to resume."""
+        if resume and not self.holds_run():
+            raise SettingsError(f"nothing to resume: {str(self.path)!r} holds no run")
+        if not resume and self.holds_run():
+            raise SettingsError(
+                f"run folder {str(self.path)!r} holds a run already: add --resume to go on with it, or choose another"
+            )
 
     def holds_run(self) -> bool:
         """Whether a run left anything here."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,11 +21,11 @@ NODE = 2
 class InProcessGrid(Grid):
     """One node that hosts all clients. A message runs when its reply is asked for, one after the other."""
 
-    def __init__(self, app: ClientApp) -> None:
+    def __init__(self, app: ClientApp, device: str = "cpu") -> None:
         # Flower's Message asks these of the process; a server app or a simulation has set them already.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 0, SUPERLINK_NODE_ID, 0
         self._app = app
-        self._context = host_context("ram")
+        self._context = host_context("ram", device)
         self._waiting: dict[str, Message] = {}
 
     def set_run(self, run: Run) -> None:
@@ -71,9 +73,27 @@ class InProcessGrid(Grid):
         """Nothing to stop."""
 
 
-def host_context(memory: str) -> Context:
+@contextmanager
+def grid(app: str, workers: int, device: str = "cpu") -> Iterator[Grid]:
+    """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes."""
+    if workers == 1:
+        module, _, attribute = app.partition(":")
+        yield InProcessGrid(getattr(importlib.import_module(module), attribute), device)
+        return
+    from server.workers import WorkerGrid
+
+    with WorkerGrid(app, workers, device) as grid:
+        yield grid
+
+
+def host_context(memory: str, device: str) -> Context:
     """The context of a node that hosts all clients, with their memory in "ram" or in a folder."""
-    config: dict[str, bool | bytes | float | int | str] = {"partition-id": 0, "num-partitions": 1, "memory": memory}
+    config: dict[str, bool | bytes | float | int | str] = {
+        "partition-id": 0,
+        "num-partitions": 1,
+        "memory": memory,
+        "device": device,
+    }
     return Context(run_id=0, node_id=NODE, node_config=config, state=RecordDict(), run_config={})
 
 

@@ -48,7 +48,8 @@ def test_the_registry_creates_what_it_names(tmp_path: Path) -> None:
 
 def test_importing_the_registry_loads_no_data_library() -> None:
     """scikit-learn, datasets and flwr-datasets take seconds to import."""
-    code = "import sys, common.tasks; print([m for m in ('sklearn', 'datasets', 'flwr_datasets') if m in sys.modules])"
+    slow = {"sklearn", "datasets", "flwr_datasets"}
+    code = f"import sys, common.tasks; print(sorted({slow!r} & set(sys.modules)))"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -196,7 +197,7 @@ def test_an_unknown_client_names_the_allowed(name: str) -> None:
 def test_digits_read_no_site_file_and_have_no_groups() -> None:
     with pytest.raises(SettingsError, match=r"reads no file of a site \('a.npz'\)"):
         create().client("0", "a.npz")
-    with pytest.raises(SettingsError, match="partition.kind = 'natural' needs a group"):
+    with pytest.raises(SettingsError, match=r"partition.kind = 'natural' needs a group"):
         create(kind="natural")
 
 
@@ -392,7 +393,7 @@ def test_files_that_are_no_archive_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_site_has_all_of_its_own_file(tmp_path: Path) -> None:
-    """20 examples, holdout 0.1: 18 to train, 2 to evaluate, together the file; its test arrays are not used."""
+    """20 examples, holdout 0.1: 18 to train, 2 to evaluate, together the file; test arrays are ignored."""
     task = create(name="npz", file=save(tmp_path / "a.npz"))
     own = arrays(20) | {"x_test": np.zeros((1, 8, 9)), "y_test": np.zeros(1, int)}
     site = task.client("site-3", save(tmp_path / "site.npz", **own))
@@ -424,7 +425,7 @@ def test_a_site_must_fit_the_run(tmp_path: Path, changes: dict[str, object], wor
     task = create(name="npz", file=save(tmp_path / "a.npz"))
     with pytest.raises(SettingsError, match=rf"site.npz: {words}"):
         task.client("site", save(tmp_path / "site.npz", **changes))
-    with pytest.raises(SettingsError, match="file of client 'site' = 'none.npz': no such file"):
+    with pytest.raises(SettingsError, match=r"file of client 'site' = 'none.npz': no such file"):
         task.client("site", "none.npz")
 
 
@@ -502,7 +503,7 @@ def test_the_quadratic_model_is_one_tensor_at_the_start(tmp_path: Path) -> None:
 
 
 def test_the_distance_is_zero_at_each_minimizer(tmp_path: Path) -> None:
-    """Coordinate 0: uniform (1*0 + 3*4)/(1 + 3) = 3; by data 3:1, (1*3*0 + 3*1*4)/(3 + 3) = 2. Coordinate 1: 1."""
+    """w_0: uniform (1*0 + 3*4)/(1 + 3) = 3; by data 3:1, (3*1*0 + 1*3*4)/(3 + 3) = 2. w_1 = 1."""
     task = create(name="quadratic", file=quadratic(tmp_path / "q.npz"))
     assert task.describe(torch.tensor([3.0, 1.0])) == {"distance_uniform": 0, "distance_data": 1}
     assert task.describe(torch.tensor([2.0, 1.0])) == {"distance_uniform": 1, "distance_data": 0}

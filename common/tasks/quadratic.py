@@ -1,6 +1,6 @@
 """The task for exact tests: F_i(w) = 1/2 sum_j a_ij (w_j - e_ij)^2, full-batch gradients, no randomness.
 
-It shows what an algorithm converges to. The minimizers are sum_i p_i a_i e_i / sum_i p_i a_i in each coordinate,
+It shows what an algorithm converges to. The minimizers are sum_i p_i a_i e_i / sum_i p_i a_i by coordinate,
 with p_i = 1/n for the uniform objective and p_i = n_i / sum n for the data-weighted one.
 """
 

@@ -1,0 +1,81 @@
+"""The ServerApp: reads the experiment, runs the rounds. The same one behind a SuperLink and under VCE."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from common import flower
+from common.errors import RunError, SettingsError
+from common.experiment import Experiment
+from server.events import Events
+from server.folder import RunFolder, choose
+from server.prepare import prepare
+from server.rounds import Record, Rounds
+
+ROOT = Path(__file__).resolve().parents[1]
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the experiment that the run config names.
+
+    Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
+    `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`.
+    """
+    flower.tune_flower()
+    config = context.run_config
+    experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
+    resume = bool(config.get("resume", False))
+    given = str(config.get("run-dir", ""))
+    folder = RunFolder(given or choose("runs", experiment.name, resume))
+    run(grid, experiment, folder, resume=resume)
+
+
+def read_experiment(path: str, text: str) -> Experiment:
+    """The experiment given as text, or by a path that is looked for in the bundle first."""
+    if text:
+        return Experiment.parse(text, "experiment")
+    inside = ROOT / path
+    return Experiment.load(inside if inside.is_file() else path)
+
+
+def run(
+    grid: Grid,
+    experiment: Experiment,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda text: print(text, flush=True),
+    show: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """Run an experiment over any grid; returns the last line of its history.
+
+    What became of it, also of a failure, stands in the folder's run.json: there other processes look.
+    """
+    with folder.open(experiment, resume):
+        try:
+            folder.set_status("running", rounds=experiment.rounds)
+            torch.set_num_threads(experiment.local.threads)
+            with Events(folder.path) as events:
+
+                def shown(record: Record) -> None:
+                    events.write(record)
+                    show(record)
+
+                record = Rounds(grid, prepare(experiment), folder, say=say, show=shown).run(resume)
+        except (SettingsError, RunError) as error:
+            folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)
+            raise
+        except BaseException as error:
+            folder.set_status("failed", error=repr(error), exit_code=1, traceback=traceback.format_exc())
+            raise
+        folder.set_status("finished", rounds=experiment.rounds, sha256=record.get("sha256"))
+    return record

@@ -1,0 +1,128 @@
+"""The rounds as they happen: a live table with a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+Record = dict[str, Any]
+ROWS = 12
+
+
+class Display:
+    """Shows records of the history; a context manager."""
+
+    def __init__(self, title: str, rounds: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._title = title
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
+        self._bar = Progress(
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("rounds", total=rounds)
+        self._live = Live(console=self.console, refresh_per_second=8, get_renderable=self._render)
+        self._plain_header = False
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, record: Record) -> None:
+        """One more round."""
+        row = cells(record)
+        self._rows.append(row)
+        self._bar.update(self._task, completed=record["round"])
+        if not self.console.is_terminal:
+            if not self._plain_header:
+                self.say(" ".join(f"{name:>10}" for name in COLUMNS))
+                self._plain_header = True
+            self.say(" ".join(f"{cell:>10}" for cell in row))
+
+    def _render(self) -> Group:
+        table = Table(title=self._title, title_justify="left", expand=False)
+        for name in COLUMNS:
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, self._bar)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+
+COLUMNS = ("round", "accuracy", "loss", "clients", "down", "up", "seconds")
+
+
+def cells(record: Record) -> tuple[str, ...]:
+    """A record as the table's cells. Accuracy and loss are the server's, else the clients' weighted means, else the
+    training loss."""
+    accepted, sampled = len(record["accepted"]), len(record["sampled"])
+    return (
+        str(record["round"]),
+        _number(headline(record, "accuracy"), "{:.4f}"),
+        _number(headline(record, "loss"), "{:.4f}"),
+        f"{accepted}/{sampled}",
+        size(record["bytes_down"]),
+        size(record["bytes_up"]),
+        f"{record['seconds']['total']:.2f}",
+    )
+
+
+def headline(record: Record, key: str) -> float | None:
+    """The one value of a metric that stands for a round."""
+    central = record.get("central") or {}
+    if key in central:
+        return float(central[key])
+    for group in ("clients", "train"):
+        summary = (record.get(group) or {}).get(key)
+        if summary is not None:
+            return float(summary["weighted"])
+    return None
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)
+
+
+def summary(history: list[Record], folder: Path, plot: Path | None) -> str:
+    """What a finished run prints."""
+    last = history[-1]
+    accuracy = headline(last, "accuracy")
+    lines = [
+        f"accuracy {accuracy:.4f} after round {last['round']}" if accuracy is not None else f"round {last['round']}",
+        f"sent {size(sum(r['bytes_down'] for r in history))} down, {size(sum(r['bytes_up'] for r in history))} up",
+        f"weights sha256 {last['sha256']}",
+        f"run folder {folder}",
+    ]
+    if plot is not None:
+        lines.append(f"plot {plot}")
+    return "\n".join(lines)
