@@ -44,9 +44,7 @@ def _checked_name(name: str) -> str:
 @cli.command(epilog="Example: python -m client join --server 127.0.0.1:9092 --name site-3 --data site-3.npz")
 def join(
     server: Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")],
-    name: Annotated[
-        str, typer.Option(callback=_checked_name, help="This site's name, its own and always the same.")
-    ],
+    name: Annotated[str, typer.Option(callback=_checked_name, help="This site's name, its own and always the same.")],
     data: Annotated[
         Path | None,
         typer.Option(exists=True, resolve_path=True, help="This site's data, if the task reads any."),
@@ -60,9 +58,7 @@ def join(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow a plain connection to another machine.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a plain connection to another machine.")] = False,
     max_wait: Annotated[
         float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long without a server.")
     ] = None,
@@ -82,9 +78,7 @@ def join(
 
         folder = memory or Path.home() / ".fedkeel" / "memory" / name
         options = NodeOptions(server, name, device, str(data or ""), str(folder), insecure, max_wait)
-        server_address(
-            server, insecure
-        )  # A typing error is told before the seconds that torch takes to load.
+        server_address(server, insecure)  # A typing error is told before the seconds that torch takes to load.
         stop = _stop_on_signal()
         from client.app import app
 

@@ -29,6 +29,7 @@ from strategies.messages import (
     TrainHead,
     read_head,
     reply_content,
+    scalars,
     write_head,
 )
 
@@ -116,7 +117,6 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
     started = time.perf_counter()
     received = _to(wire.from_records(message.content.array_records[STATE]), session.device)
     session.model.load(received["model"], wire.from_records(message.content.array_records[BUFFERS]))
-    assigned = message.content.metric_records.get(ASSIGNED)
     work = LocalWork(
         task=session.task,
         model=session.model,
@@ -130,7 +130,7 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
         lr=head.lr,
         share=head.share,
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
-        assigned={} if assigned is None else {key: float(value) for key, value in assigned.items()},
+        assigned=scalars(message.content.metric_records.get(ASSIGNED)),
     )
     cuda = [session.device] if session.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
@@ -142,7 +142,16 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
     if strategy.memory != "none":
         home.save(head.run, head.client, head.generation, head.round, work.kept, head.keep_from)
     done = ReplyHead(
-        head.run, head.client, head.generation, head.round, head.layout, "ok", "", upload.examples, upload.steps, upload.lr
+        head.run,
+        head.client,
+        head.generation,
+        head.round,
+        head.layout,
+        "ok",
+        "",
+        upload.examples,
+        upload.steps,
+        upload.lr,
     )
     return reply_content(done, upload, upload.metrics)
 

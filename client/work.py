@@ -119,7 +119,7 @@ class LocalWork:
         gradient, data = self._model.gradient, self._data.train
         self._model.module.eval()
         gradient.zero_()
-        for index in torch.arange(len(data)).split(self._settings.batch_size):
+        for index in torch.split(torch.arange(len(data)), self._settings.batch_size):
             (self.forward(data.batch(index)) * (len(index) / len(data))).backward()  # type: ignore[no-untyped-call]
         self._model.module.train()
         return gradient.clone()
@@ -186,7 +186,7 @@ def batches_per_epoch(count: int, size: int, merge_single: bool) -> int:
 def epoch_batches(count: int, size: int, order: torch.Generator, merge_single: bool) -> list[Tensor]:
     """A shuffled epoch as index tensors. With `merge_single` a last batch of one example joins the one before it:
     BatchNorm cannot normalize over one value."""
-    batches = list(torch.randperm(count, generator=order).split(size))
+    batches = list(torch.split(torch.randperm(count, generator=order), size))
     if merge_single and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches

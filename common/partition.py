@@ -46,9 +46,7 @@ class Plan:
     hash: str
 
 
-def make_plan(
-    settings: PartitionSettings, labels: NDArray[Any], groups: NDArray[Any] | None, seed: int
-) -> Plan:
+def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray[Any] | None, seed: int) -> Plan:
     """Split n examples over clients: a function of its arguments alone, the same in every process.
 
     `labels` (n,) are integers from 0; `groups` (n,) are the integer or text ids of a natural split, or None.
@@ -110,8 +108,7 @@ def _columns(
         )
     if groups.shape != labels.shape or groups.dtype.kind not in "iuU":
         raise SettingsError(
-            f"groups must be integers or text, shape {labels.shape} like the labels, "
-            f"not {groups.dtype} {groups.shape}"
+            f"groups must be integers or text, shape {labels.shape} like the labels, not {groups.dtype} {groups.shape}"
         )
     return labels.astype(np.int64), groups
 
@@ -126,8 +123,7 @@ def _check(settings: PartitionSettings, labels: Indices, groups: NDArray[Any] | 
     classes = len(np.unique(labels))
     if settings.kind == "pathological" and settings.classes_per_client > classes:
         raise SettingsError(
-            f"partition.classes_per_client = {settings.classes_per_client}: "
-            f"the data set has only {classes} classes"
+            f"partition.classes_per_client = {settings.classes_per_client}: the data set has only {classes} classes"
         )
     if settings.kind == "shards" and clients * settings.shards_per_client > available:
         raise SettingsError(

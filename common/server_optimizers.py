@@ -64,4 +64,8 @@ def step(settings: ServerSettings, state: State, change: Tensor) -> State:
         largest = torch.maximum(state[LARGEST], second)
         model = model.addcdiv(first, largest.sqrt(), value=eta)
         return {"model": model, FIRST: first, SECOND: second, LARGEST: largest}
-    return {"model": model.addcdiv(first, second.sqrt().add_(settings.tau), value=eta), FIRST: first, SECOND: second}
+    return {
+        "model": model.addcdiv(first, second.sqrt().add_(settings.tau), value=eta),
+        FIRST: first,
+        SECOND: second,
+    }

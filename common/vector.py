@@ -124,7 +124,11 @@ class FlatModel:
 
 def _layout_hash(module: nn.Module, trainable: Sequence[Any], frozen: Sequence[Any]) -> str:
     digest = hashlib.sha256()
-    for kind, named in (("trainable", trainable), ("frozen", frozen), ("buffer", list(module.named_buffers()))):
+    for kind, named in (
+        ("trainable", trainable),
+        ("frozen", frozen),
+        ("buffer", list(module.named_buffers())),
+    ):
         for name, tensor in named:
             digest.update(f"{kind} {name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)}\n".encode())
     for _, tensor in frozen:
@@ -135,7 +139,7 @@ def _layout_hash(module: nn.Module, trainable: Sequence[Any], frozen: Sequence[A
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The little-endian bytes of a tensor, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"").cast("B")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 def sha256(state: State) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,7 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the fil
 Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
 
 
-class Engine(str, Enum):
+class Engine(StrEnum):
     """Where simulated clients run."""
 
     inprocess = "inprocess"
@@ -45,9 +45,12 @@ class Engine(str, Enum):
 @cli.command(epilog="Example: python -m server simulate experiments/digits.toml --engine inprocess --workers 2")
 def simulate(
     experiment: File,
-    engine: Annotated[Engine, typer.Option(help="This process, or Flower's simulation engine on Ray.")] = Engine.inprocess,
+    engine: Annotated[
+        Engine, typer.Option(help="This process, or Flower's simulation engine on Ray.")
+    ] = Engine.inprocess,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that train. Default: 1 in process, all cores with flower.")
+        int | None,
+        typer.Option(min=1, help="Processes that train. Default: 1 in process, all cores with flower."),
     ] = None,
     run_dir: RunDir = None,
     resume: Resume = False,
@@ -65,7 +68,13 @@ def simulate(
 
                 count = workers or os.cpu_count() or 1
                 vce.simulate(
-                    settings, folder, _client_app(), resume=resume, workers=count, say=display.say, show=display.show
+                    settings,
+                    folder,
+                    _client_app(),
+                    resume=resume,
+                    workers=count,
+                    say=display.say,
+                    show=display.show,
                 )
             else:
                 from server import inprocess
@@ -115,9 +124,7 @@ def run(
 
         prepare(settings)
         with Display(settings.name, settings.rounds) as display:
-            federation.run(
-                settings, folder, display, resume=resume, fleet_port=fleet_port, control_port=control_port
-            )
+            federation.run(settings, folder, display, resume=resume, fleet_port=fleet_port, control_port=control_port)
         _conclude(folder, display)
 
 

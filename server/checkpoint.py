@@ -87,7 +87,7 @@ class Checkpoints:
         """
         kept = [a for round, a in list(self._accepted.items()) if self._generation[round] == generation]
         oldest = kept[0] if kept else {}
-        return {name: version for name, version in oldest.items()}
+        return dict(oldest)
 
     def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
         path = self._folder / f"{round:09d}.safetensors"

@@ -26,7 +26,7 @@ class Events:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(self._folder))
         for tag, value in scalars(record):
             self._writer.add_scalar(tag, value, record["round"])
 

@@ -62,8 +62,10 @@ class Exchange:
             arrived = list(self.grid.pull_messages(list(names)))
             freed: list[str] = []
             for reply in arrived:
-                if (name := names.pop(reply.metadata.reply_to_message_id, None)) is None:
+                asked = reply.metadata.reply_to_message_id
+                if asked not in names:
                     continue
+                name = names.pop(asked)
                 replies[name] = reply
                 freed += self._next(messages[name].metadata.dst_node_id, waiting, 1)
             self._push(freed, messages, names)
@@ -92,5 +94,5 @@ class Exchange:
         """Replies to what an earlier round asked: counted and dropped."""
         if self._forgotten:
             for reply in self.grid.pull_messages(list(self._forgotten)):
-                self._forgotten.discard(reply.metadata.reply_to_message_id)
+                self._forgotten.discard(reply.metadata.reply_to_message_id or "")
                 self.late += not reply.has_error()

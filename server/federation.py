@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from common.errors import RunError, SettingsError
@@ -40,12 +39,21 @@ def run(
         _terminated_as_interrupt(),
         SuperLink(logs / "superlink.log", fleet_port=fleet_port, control_port=control_port) as link,
         start_clients(
-            link.fleet_address, names, memory_root=folder.path / "memory", log_dir=logs, device=device, options=()
+            link.fleet_address,
+            names,
+            memory_root=folder.path / "memory",
+            log_dir=logs,
+            device=device,
+            options=(),
         ) as clients,
     ):
         if not names:
             display.say(f"waiting for clients: python -m client join --server {link.fleet_address} --name NAME")
-        config = {"experiment-toml": experiment.toml(), "run-dir": str(folder.path), "resume": resume}
+        config: dict[str, str | int | float | bool] = {
+            "experiment-toml": experiment.toml(),
+            "run-dir": str(folder.path),
+            "resume": resume,
+        }
         run_id = submit_run(link.control_address, ROOT, config)
         _follow(folder, display, link, clients, run_id)
 
@@ -102,9 +110,9 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
     before: dict[signal.Signals, Callable[..., object] | int | None] = {}
     for each in (signal.SIGTERM, signal.SIGINT):
-        before[each] = signal.signal(each, on_signal)  # type: ignore[assignment]
+        before[each] = signal.signal(each, on_signal)
     try:
         yield
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)  # type: ignore[arg-type]
+            signal.signal(each, handler)

@@ -22,11 +22,15 @@ class InProcessGrid(Grid):
     """One node that hosts all clients. A message runs when its reply is asked for, one after the other."""
 
     def __init__(self, app: ClientApp, device: str = "cpu") -> None:
-        # Flower's Message asks these of the process; a server app or a simulation has set them already.
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 0, SUPERLINK_NODE_ID, 0
+        self._identify()
         self._app = app
         self._context = host_context("ram", device)
         self._waiting: dict[str, Message] = {}
+
+    @staticmethod
+    def _identify() -> None:
+        """Flower's Message asks these of the process; behind a SuperLink Flower has set them."""
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 0, SUPERLINK_NODE_ID, 0
 
     def set_run(self, run: Run) -> None:
         """There is nothing to set."""
@@ -37,7 +41,12 @@ class InProcessGrid(Grid):
         raise NotImplementedError("an in-process grid has no Flower run")
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """Deprecated in Flower; `Message(...)` does the same."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
@@ -67,7 +76,9 @@ class InProcessGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Run all messages; they are never late."""
-        return [reply for message_id in list(self.push_messages(messages)) for reply in self.pull_messages([message_id])]
+        return [
+            reply for message_id in list(self.push_messages(messages)) for reply in self.pull_messages([message_id])
+        ]
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -88,7 +99,7 @@ def grid(app: str, workers: int, device: str = "cpu") -> Iterator[Grid]:
 
 def host_context(memory: str, device: str) -> Context:
     """The context of a node that hosts all clients, with their memory in "ram" or in a folder."""
-    config: dict[str, bool | bytes | float | int | str] = {
+    config: dict[str, bool | float | int | str] = {
         "partition-id": 0,
         "num-partitions": 1,
         "memory": memory,

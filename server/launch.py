@@ -1,40 +1,29 @@
-"""A Flower server and clients as real processes on this machine, and runs submitted to a server."""
+"""A Flower server and clients as real processes on this machine."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import httpx
-from flwr.cli.build import build_fab_from_files
-from flwr.common.serde import fab_to_proto, user_config_to_proto
-from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StopRunRequest, StreamLogsRequest
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.error import FlowerError
-from flwr.supercore.fab import Fab
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-
-from common.errors import RunError, SettingsError
+from common.errors import RunError
 from common.flower import environment
+from server.control import ROOT, RunStatus, bundle, run_log, run_status, stop_run, submit_run
 from server.processes import Family, free_ports, stop
 
-ROOT = Path(__file__).resolve().parents[1]
-
 __all__ = [
+    "ROOT",
     "Clients",
     "RunStatus",
     "SuperLink",
+    "bundle",
     "free_ports",
     "run_log",
     "run_status",
@@ -106,10 +95,8 @@ class SuperLink:
         return self._family.process.pid
 
     def _command(self) -> list[str]:
-        start = os.environ.get("FK_PRE", "") + "from flwr.superlink.cli.flower_superlink import flower_superlink as run; run()"
-        options = (
-            "--insecure --isolation subprocess --disable-runtime-dependency-installation --host 127.0.0.1"
-        )
+        start = "from flwr.superlink.cli.flower_superlink import flower_superlink as run; run()"
+        options = "--insecure --isolation subprocess --disable-runtime-dependency-installation --host 127.0.0.1"
         ports = ["--port", str(self.control_port), "--fleet-api-address", self.fleet_address]
         return [sys.executable, "-c", start, *options.split(), *ports]
 
@@ -188,96 +175,3 @@ def start_clients(
         command += ["--memory", str((memory_root / name).resolve()), "--device", device, *options]
         families[name] = Family(command, environment(), log_dir / f"client-{name}.log", cwd)
     return Clients(families)
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """What the server says of a run: Flower's words, such as "finished", "failed", and a sentence."""
-
-    status: str
-    sub_status: str
-    details: str
-
-    @property
-    def over(self) -> bool:
-        """Whether the run has ended, well or not."""
-        return self.status == "finished"
-
-    @property
-    def completed(self) -> bool:
-        """Whether the run has ended well."""
-        return self.over and self.sub_status == "completed"
-
-
-def submit_run(
-    control_address: str,
-    project: Path = ROOT,
-    run_config: Mapping[str, str | int | float | bool] | None = None,
-) -> int:
-    """Bundle the project folder, start a run of it and return its id.
-
-    Keys of `run_config` must stand in the project's `[tool.flwr.app.config]`. Raises SettingsError if the
-    folder is no Flower app and RunError if the server does not take the run.
-    """
-    content = bundle(project)
-    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-    config = user_config_to_proto(dict(run_config or {}))
-    with _control(control_address) as control:
-        answer = control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
-    if not answer.HasField("run_id"):
-        raise RunError(f"the server at {control_address} did not start the run")
-    return int(answer.run_id)
-
-
-def bundle(project: Path) -> bytes:
-    """The project's Flower app bundle (FAB). Raises SettingsError if the folder is no Flower app."""
-    try:
-        settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
-        # Flower's own collection walks the whole folder, virtual environments included: seconds.
-        patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*.py"])
-        paths = [path for pattern in patterns for path in project.glob(pattern) if path.is_file()]
-        paths += [project / "pyproject.toml", *project.glob(".gitignore")]
-        return build_fab_from_files({path.relative_to(project).as_posix(): path for path in paths})[0]
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(f"{project} is not a Flower app: {error}") from None
-
-
-def run_status(control_address: str, run_id: int) -> RunStatus:
-    """How a run is doing. Raises RunError if the server does not answer or does not know the run."""
-    with _control(control_address) as control:
-        status = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
-    return RunStatus(status.status, status.sub_status, status.details)
-
-
-def run_log(control_address: str, run_id: int) -> str:
-    """What the server app has logged so far."""
-    with _control(control_address) as control:
-        first = next(iter(control.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0))), None)
-    return first.log_output if first else ""
-
-
-def stop_run(control_address: str, run_id: int) -> None:
-    """Stop a run; its server app ends within about half a minute."""
-    with _control(control_address) as control:
-        control.StopRun(StopRunRequest(run_id=run_id))
-
-
-@contextmanager
-def _control(address: str) -> Iterator[ControlHttpClient]:
-    client = ControlHttpClient.from_server_address(
-        address, True, None, [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
-    )
-    try:
-        yield client
-    except httpx.HTTPStatusError as error:
-        flower_error = FlowerError.from_json(error.response.text)
-        text = (
-            " ".join(filter(None, (flower_error.message, flower_error.public_details)))
-            if flower_error
-            else ""
-        )
-        raise RunError(f"the Flower server at {address}: {text or error}") from None
-    except httpx.HTTPError as error:
-        raise RunError(f"no answer from the Flower server at {address}: {error}") from None
-    finally:
-        client.close()

@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.exchange import Exchange
-from strategies.course import Course, Member, roll_messages
-from strategies.messages import Refused, RollReply, read_head
+from strategies.course import Course, Member, members_of, roll_messages
+from strategies.messages import Refused
 
 POLL_S = 0.05
 
@@ -20,7 +20,9 @@ POLL_S = 0.05
 class Roster:
     """The roll: called at the start and for every node that joins."""
 
-    def __init__(self, grid: Grid, experiment: Experiment, course: Course, plan: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, grid: Grid, experiment: Experiment, course: Course, plan: str, say: Callable[[str], None]
+    ) -> None:
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
         self._grid = grid
@@ -89,32 +91,11 @@ class Roster:
         return list(Exchange(self._grid).run(by_name, deadline).values())
 
     def _enter(self, node: int, reply: Message) -> None:
-        if reply.has_error():
-            raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
-        answer = read_head(RollReply, reply.content)
-        if answer.error:
-            raise Refused("roll call failed", answer.error)
-        lengths = {len(answer.names), len(answer.examples), len(answer.evaluation), len(answer.steps)}
-        if len(lengths) != 1 or min([0, *answer.examples, *answer.evaluation]) < 0:
-            raise Refused("malformed", f"roll of node {node}: {answer.names}")
-        who = f"client {', '.join(map(repr, answer.names[:3]))}"
-        if answer.layout != self._course.layout:
-            raise Refused(
-                "layout", f"{who} holds a model with layout {answer.layout}, the server's is {self._course.layout}: "
-                "the task's settings, code or frozen weights differ"
-            )
-        if answer.plan != self._plan:
-            raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {self._plan[:12]!r}")
-        for name in answer.names:
+        members, in_flight = members_of(reply, self._course, self._plan)
+        for name in (member.name for member in members):
             if name in self.members:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
-        members = [
-            Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
-            for name, examples, evaluation, steps, labels in zip(
-                answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True
-            )
-        ]
         self._course.admit(members)
         self.members |= {member.name: member for member in members}
-        self.in_flight[node] = answer.in_flight
+        self.in_flight[node] = in_flight
         self._nodes.add(node)

@@ -207,9 +207,7 @@ class Rounds:
             except NotFinite as error:
                 attempt.cause = str(error)
 
-    def _record(
-        self, round: int, course: Course, attempt: Attempt, void: list[Record], exchange: Exchange
-    ) -> Record:
+    def _record(self, round: int, course: Course, attempt: Attempt, void: list[Record], exchange: Exchange) -> Record:
         uploads = attempt.uploads
         leading = next(iter(self._strategy.payload))
         norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import pydantic
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
@@ -65,7 +64,7 @@ def create(experiment: Experiment) -> FederatedStrategy:
 
 def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
     """The keys that `[strategy]` takes beside `name`."""
-    return [f.name for f in fields(cls) if f.name != "server"]  # type: ignore[arg-type]
+    return [f.name for f in fields(cls) if f.name != "server"]
 
 
 def _server(name: str, entry: Entry, given: ServerSettings) -> ServerSettings:
@@ -79,7 +78,7 @@ def _server(name: str, entry: Entry, given: ServerSettings) -> ServerSettings:
     return checked(ServerSettings, values, "[server]")
 
 
-def _line(name: str, cls: type[FederatedStrategy], fault: pydantic.ErrorDetails | Any) -> str:
+def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         allowed = ", ".join(hyperparameter_names(cls))

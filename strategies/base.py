@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -25,6 +25,9 @@ from common.errors import SettingsError
 from common.experiment import Experiment, ServerSettings
 from common.vector import Layout, State, norm, weighted_sum
 
+if TYPE_CHECKING:
+    from strategies.flower_loop import FlowerLoop
+
 C = TypeVar("C")
 Kind = Literal["vector", "scalar"]
 
@@ -32,7 +35,7 @@ Kind = Literal["vector", "scalar"]
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 def hyperparameters(cls: type[C]) -> type[C]:
     """Make an algorithm's class a strict dataclass: fields are hyperparameters, checked and never coerced silently."""
-    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid"))(cls)  # type: ignore[return-value]
 
 
 @dataclass
@@ -62,8 +65,6 @@ class Work(Protocol):
     """The broadcast; "model" (d,) is loaded already. Read-only."""
     memory: State
     """This client's own state as of its last accepted upload; empty before the first. Read-only."""
-    layout: Layout
-    """Name -> slot and shape, for layer-wise methods."""
     share: float
     """p_i = n_i / n: this client's part of all training examples."""
     num_examples: int
@@ -78,12 +79,18 @@ class Work(Protocol):
     """Scalars for this client alone, from `assign`."""
     proximal_mu: float
     """mu of a proximal term (mu/2)|w - w_start|^2, added after the generator's yield; may be set before `steps`."""
-    mean_loss: float
-    """Mean training loss over the steps taken so far."""
 
     @property
     def vector(self) -> Tensor:
         """The local model (d,), live."""
+
+    @property
+    def layout(self) -> Layout:
+        """Name -> slot and shape, for layer-wise methods."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean training loss over the steps taken so far."""
 
     def steps(self, *, clip: Literal["after", "before"] = "after") -> Iterator[Tensor]:
         """Run the local steps, yielding each raw gradient (d,) before the optimizer sees it; change it in place.
@@ -190,15 +197,18 @@ class FederatedStrategy(Strategy):
         """Print the hyperparameters."""
         print(self)
 
-    def _flower(self, config: ConfigRecord | None = None, arrays: ArrayRecord | None = None, grid: Any = None) -> Any:
+    def _flower(
+        self, config: ConfigRecord | None = None, arrays: ArrayRecord | None = None, grid: Grid | None = None
+    ) -> FlowerLoop:
         """The course that Flower's loop drives; a strategy instance itself holds no state of a run."""
         from strategies.flower_loop import FlowerLoop
 
         if "_loop" not in self.__dict__:
-            if config is None or arrays is None:
+            if config is None or arrays is None or grid is None:
                 raise RuntimeError("configure_train comes before the other steps of a round")
             self.__dict__["_loop"] = FlowerLoop.begin(self, config, arrays, grid)
-        return self.__dict__["_loop"]
+        loop: FlowerLoop = self.__dict__["_loop"]
+        return loop
 
 
 def cohort_mean(uploads: Sequence[Upload], name: str) -> Tensor:

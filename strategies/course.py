@@ -20,13 +20,15 @@ from common.vector import State
 from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.messages import (
     BUFFERS,
-    EvaluateHead,
     HEAD,
+    STATE,
+    EvaluateHead,
     Refused,
     Reply,
     RollHead,
-    STATE,
+    RollReply,
     TrainHead,
+    read_head,
     train_content,
     write_head,
 )
@@ -193,7 +195,13 @@ class Course:
             _same_layout(group, reply.buffers[group], own)
         self._check_values(reply)
         return Upload(
-            reply.state, name, head.examples, head.steps, head.lr, buffers=reply.buffers, metrics=reply.metrics
+            reply.state,
+            name,
+            head.examples,
+            head.steps,
+            head.lr,
+            buffers=reply.buffers,
+            metrics=reply.metrics,
         )
 
     def _check_values(self, reply: Reply) -> None:
@@ -252,9 +260,7 @@ def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) 
 
 def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
     if got.shape != like.shape or got.dtype != like.dtype:
-        raise Refused(
-            "layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}"
-        )
+        raise Refused("layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}")
 
 
 def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
@@ -272,6 +278,38 @@ def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: f
         Message(RecordDict({HEAD: write_head(head)}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
         for node in nodes
     ]
+
+
+def members_of(reply: Message, course: Course, plan: str) -> tuple[list[Member], int]:
+    """The clients in a node's answer to the roll call, and how many messages it takes at once (0: any number).
+
+    Raises Refused if the node holds another model or another split of the data, or cannot take part.
+    """
+    if reply.has_error():
+        raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
+    answer = read_head(RollReply, reply.content)
+    if answer.error:
+        raise Refused("roll call failed", answer.error)
+    lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
+    if len(lengths) != 1 or len(set(answer.names)) != len(answer.names):
+        raise Refused("malformed", f"roll of clients {answer.names[:5]}")
+    if min([0, *answer.examples, *answer.evaluation]) < 0:
+        raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
+    who = f"client {', '.join(map(repr, answer.names[:3]))}"
+    if answer.layout != course.layout:
+        raise Refused(
+            "layout",
+            f"{who} holds a model with layout {answer.layout}, the server's is {course.layout}: the task's settings, "
+            "code or frozen weights differ",
+        )
+    if plan and answer.plan and answer.plan != plan:
+        raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
+    columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
+    node = reply.metadata.src_node_id
+    return [
+        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
+        for name, examples, evaluation, steps, labels in columns
+    ], answer.in_flight
 
 
 def config_of(experiment: Experiment) -> ConfigRecord:

@@ -46,7 +46,12 @@ class HaFedHo(FederatedStrategy):
     def init(self, model: Tensor) -> State:
         """g = 0, fhat = 0, and the total weight of the last cohort (in clients or in examples)."""
         zero = torch.zeros((), dtype=torch.float64)
-        return {**super().init(model), "gradient": torch.zeros_like(model), "loss": zero, "cohort": zero.clone()}
+        return {
+            **super().init(model),
+            "gradient": torch.zeros_like(model),
+            "loss": zero,
+            "cohort": zero.clone(),
+        }
 
     def broadcast(self, state: State) -> State:
         """w^t (an absent client cannot rebuild it), g^{t-1}, fhat^{t-1} and the size of the last cohort."""

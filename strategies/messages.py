@@ -149,7 +149,9 @@ def train_content(
     return content
 
 
-def reply_content(head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None) -> RecordDict:
+def reply_content(
+    head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None
+) -> RecordDict:
     """A reply's content."""
     content = RecordDict({HEAD: write_head(head)})
     if upload is not None:
@@ -158,6 +160,16 @@ def reply_content(head: ReplyHead, upload: Upload | None = None, metrics: Mappin
     if metrics:
         content[METRICS] = MetricRecord({key: float(value) for key, value in metrics.items()})
     return content
+
+
+def scalars(record: MetricRecord | None) -> dict[str, float]:
+    """The numbers of a metric record. Raises Refused for lists: no part of this system sends any."""
+    values: dict[str, float] = {}
+    for key, value in (record or {}).items():
+        if isinstance(value, list):
+            raise Refused("malformed", f"metric {key} is a list")
+        values[key] = float(value)
+    return values
 
 
 def read_reply(message: Message) -> Reply:
@@ -173,5 +185,5 @@ def read_reply(message: Message) -> Reply:
         buffers = wire.from_records(content.array_records.get(BUFFERS, ArrayRecord()))
     except wire.WireError as error:
         raise Refused("malformed", str(error)) from None
-    metrics = {key: float(value) for key, value in content.metric_records.get(METRICS, MetricRecord()).items()}
+    metrics = scalars(content.metric_records.get(METRICS))
     return Reply(head, state, buffers, metrics, wire.size(content))

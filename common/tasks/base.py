@@ -93,7 +93,7 @@ def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> d
     training = model.training
     model.eval()
     with torch.inference_mode():
-        for index in torch.arange(len(data)).split(batch_size):
+        for index in torch.split(torch.arange(len(data)), batch_size):
             for key, value in task.metrics(model, data.batch(index)).items():
                 sums[key] = sums.get(key, 0.0) + float(value)
     model.train(training)

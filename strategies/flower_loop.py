@@ -1,0 +1,111 @@
+"""Any strategy under Flower's own loop, `strategy.start(grid, arrays, train_config=config_of(experiment))`.
+
+Plain rounds without quorum, retry or resume; the weights are those of `server/rounds.py`, which adds these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from common import tasks, wire
+from common.errors import RunError
+from common.models import build
+from common.vector import BUFFERS
+from strategies.base import FederatedStrategy
+from strategies.course import Course, Member, NotFinite, members_of, roll_messages, sample
+from strategies.messages import Refused, read_experiment, read_reply
+
+MODEL = "model"
+
+
+class FlowerLoop:
+    """The course behind one call of `start`."""
+
+    def __init__(self, course: Course, members: Mapping[str, Member]) -> None:
+        self._course = course
+        self._members = members
+
+    @classmethod
+    def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
+        """Call the roll once and put the initial arrays ("model", "buffers.*") on course."""
+        if "experiment" not in config:
+            raise RunError("start(...) needs train_config=config_of(experiment)")
+        experiment = read_experiment(str(config["experiment"]))
+        task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+        layout = build(task, experiment.seed).layout_hash
+        given = wire.from_records(arrays)
+        buffers = {name: value for name, value in given.items() if name.startswith(BUFFERS)}
+        course = Course(strategy, experiment, experiment.name, layout, strategy.init(given[MODEL].clone()), buffers)
+        deadline = experiment.round.deadline_s
+        replies = grid.send_and_receive(
+            roll_messages(experiment, course.run, grid.get_node_ids(), deadline), timeout=deadline
+        )
+        members = {
+            member.name: member for reply in replies for member in members_of(reply, course, task.plan_hash())[0]
+        }
+        if not any(member.examples for member in members.values()):
+            raise RunError("no client answered the roll call")
+        course.admit(members.values())
+        return cls(course, members)
+
+    def open_round(self, round: int) -> Iterable[Message]:
+        """TRAIN messages for the clients of this round."""
+        course = self._course
+        trainers = [name for name, member in self._members.items() if member.examples]
+        settings = course.experiment.round
+        chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
+        messages = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
+        return list(messages.values())
+
+    def close_round(self, round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate the valid replies; lost client memory starts a new generation and leaves the model as it is."""
+        uploads, lost = [], False
+        for message in replies:
+            try:
+                reply = read_reply(message)
+                uploads.append(self._course.check(round, reply.head.client, reply))
+            except Refused as error:
+                lost |= error.cause == "memory-lost"
+                print(
+                    f"round {round}: reply of node {message.metadata.src_node_id} dropped: {error}",
+                    flush=True,
+                )
+        if lost:
+            self._course.new_generation()
+            return None, None
+        if not uploads:
+            return None, None
+        try:
+            uploads = self._course.advance(round, uploads)
+        except NotFinite as error:
+            print(f"round {round} is void: {error}", flush=True)
+            return None, None
+        total = sum(upload.examples for upload in uploads)
+        loss = sum(upload.examples * upload.metrics["loss"] for upload in uploads) / total
+        return self._arrays(), MetricRecord({"loss": loss, "clients": len(uploads)})
+
+    def open_evaluation(self, round: int) -> Iterable[Message]:
+        """EVALUATE messages for all clients that hold evaluation examples."""
+        holders = [member for _, member in sorted(self._members.items()) if member.evaluation]
+        deadline = self._course.experiment.round.deadline_s
+        return list(self._course.evaluation_messages(round, holders, deadline).values())
+
+    def close_evaluation(self, replies: Iterable[Message]) -> MetricRecord | None:
+        """Means weighted by evaluation examples."""
+        sums: dict[str, float] = {}
+        total = 0
+        for message in replies:
+            try:
+                reply = read_reply(message)
+            except Refused:
+                continue
+            total += reply.head.examples
+            for key, value in reply.metrics.items():
+                sums[key] = sums.get(key, 0.0) + value * reply.head.examples
+        return MetricRecord({key: value / total for key, value in sums.items()}) if total else None
+
+    def _arrays(self) -> ArrayRecord:
+        return wire.to_records({MODEL: self._course.state[MODEL], **self._course.buffers})
