@@ -79,7 +79,7 @@ def join(
         folder = memory or Path.home() / ".fedkeel" / "memory" / name
         options = NodeOptions(server, name, device, str(data or ""), str(folder), insecure, max_wait)
         server_address(server, insecure)  # A typing error is told before the seconds that torch takes to load.
-        stop = _stop_on_signal()
+        stop = stop_on_signal()
         from client.app import app
 
         run_node(options, app, stop)
@@ -94,7 +94,7 @@ def _ended(error: Exception, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _stop_on_signal() -> threading.Event:
+def stop_on_signal() -> threading.Event:
     """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
     stop = threading.Event()
     asked: list[int] = []

@@ -45,6 +45,8 @@ class RamMemory:
 
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
         held, versions = self._versions.get((run, client), (generation, {}))
+        if held > generation:
+            return  # a late message of an older generation
         kept = {v: s for v, s in versions.items() if v >= keep_from} if held == generation else {}
         self._versions[run, client] = (generation, kept | {version: state})
 
@@ -53,7 +55,8 @@ class DiskMemory:
     """On disk, `folder/run/client/generation/version.safetensors`: for resident clients.
 
     A file is written beside its place, flushed, renamed and its folder flushed, so a crash leaves the old or the new
-    version whole; a checksum tells damage. `durable=False` leaves out the flushes, for worker processes of one run.
+    version whole; a checksum tells damage. `durable=False` leaves out the flushes, for simulations: a crash of the
+    machine, not of a process, may then cost versions.
     """
 
     def __init__(self, folder: str | Path, durable: bool = True) -> None:
@@ -68,13 +71,12 @@ class DiskMemory:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             return None
-        expected = {"run": run, "client": client, "generation": str(generation), "sha256": sha256(state)}
-        return state if {key: about.get(key) for key in expected} == expected else None
+        return state if about == _about(run, client, generation, version, state) else None
 
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
         place = self._place(run, client, generation)
         place.mkdir(parents=True, exist_ok=True)
-        about = {"run": run, "client": client, "generation": str(generation), "sha256": sha256(state)}
+        about = _about(run, client, generation, version, state)
         write_atomically(place / _file(version), save(state, about), self._durable)
         for old, path in self._versions(place):
             if old < keep_from:
@@ -106,13 +108,24 @@ class ContextMemory:
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
         for name in list(self._records.array_records):
             about = json.loads(name)
-            if about[:2] == [run, client] and (about[2] < generation or about[3] < keep_from):
+            if about[:2] == [run, client] and about[2:] < [generation, keep_from]:
                 del self._records[name]
         self._records[self._name(run, client, generation, version)] = wire.to_records(state)
 
     @staticmethod
     def _name(run: str, client: str, generation: int, version: int) -> str:
         return json.dumps([run, client, generation, version])
+
+
+def _about(run: str, client: str, generation: int, version: int, state: State) -> dict[str, str]:
+    """What a file says of itself: whose it is and a checksum."""
+    return {
+        "run": run,
+        "client": client,
+        "generation": str(generation),
+        "version": str(version),
+        "sha256": sha256(state),
+    }
 
 
 def _file(version: int) -> str:

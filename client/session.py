@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -95,18 +93,16 @@ def hosted(context: Context, task: Task) -> list[str]:
 
 
 def memory_of(context: Context) -> Memory:
-    """The memory's home, from the node's setting "memory": "ram", a folder, or Flower's context by default."""
+    """The memory's home, from the node's setting "memory": "ram", a folder, or Flower's context by default.
+
+    With "durable" = false a folder's files are not flushed to the disk.
+    """
     home = str(context.node_config.get("memory", ""))
     if home == "ram":
         return _ram
     if home:
-        return DiskMemory(Path(home).expanduser(), durable=not _is_temporary(home))
+        return DiskMemory(Path(home).expanduser(), durable=bool(context.node_config.get("durable", True)))
     return ContextMemory(context.state)
-
-
-def _is_temporary(folder: str) -> bool:
-    """Worker processes of one simulation share a folder that dies with them: nothing there is worth a flush."""
-    return os.path.basename(folder).startswith("fedkeel-") and folder.startswith(tempfile.gettempdir())
 
 
 def _moved(examples: Examples, session: Session) -> Examples:

@@ -185,18 +185,22 @@ def batches_per_epoch(count: int, size: int, merge_single: bool) -> int:
 
 def epoch_batches(count: int, size: int, order: torch.Generator, merge_single: bool) -> list[Tensor]:
     """A shuffled epoch as index tensors. With `merge_single` a last batch of one example joins the one before it:
-    BatchNorm cannot normalize over one value."""
+    BatchNorm cannot normalize over one value. With size 1 all batches are such, and stay."""
     batches = list(torch.split(torch.randperm(count, generator=order), size))
-    if merge_single and len(batches) > 1 and len(batches[-1]) == 1:
+    if merge_single and size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
 
 
 class normalization_frozen:
-    """BatchNorm layers use their running statistics: for a client whose only example makes a batch of one."""
+    """BatchNorm layers use their running statistics: for a client whose only example makes a batch of one.
+
+    Layers that the model itself holds in evaluation mode stay in it.
+    """
 
     def __init__(self, module: nn.Module, active: bool) -> None:
-        self._layers = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] if active else []
+        layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)) if active else ()
+        self._layers = [layer for layer in layers if layer.training]
 
     def __enter__(self) -> None:
         for layer in self._layers:

@@ -178,13 +178,17 @@ class Experiment(Section):
             raise SettingsError(f"{source} is not valid TOML: {error}") from None
         return checked(cls, tables, source)
 
-    def toml(self) -> str:
-        """The resolved settings as TOML; keys without a value are left out."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+    def toml(self, full: bool = False) -> str:
+        """The settings as TOML: those that were set, or with `full` every one that has a value.
+
+        Only the first means the same as the file for a named composition, unless it has been resolved
+        (`strategies.resolve`): a default written out would count as chosen.
+        """
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=not full))
 
     def json(self) -> str:  # type: ignore[override]
-        """The resolved settings as JSON text: what travels to clients."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        """The settings that were set, as JSON text: what travels to clients."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=True), sort_keys=True)
 
     @property
     def identity(self) -> str:

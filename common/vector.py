@@ -143,9 +143,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def sha256(state: State) -> str:
-    """Hash of the values of all vectors, in name order."""
+    """Hash of names, dtypes, shapes and values of all vectors, in name order."""
     digest = hashlib.sha256()
     for name in sorted(state):
+        digest.update(f"{name} {dtype_name(state[name].dtype)} {tuple(state[name].shape)}\n".encode())
         digest.update(raw_bytes(state[name]))
     return digest.hexdigest()
 

@@ -43,7 +43,7 @@ def from_array(array: Array) -> Tensor:
     if array.stype != RAW:
         try:
             return torch.from_numpy(array.numpy())
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # from bytes of the network numpy raises nearly anything, MemoryError too
             raise WireError(f"array of type {array.stype!r} cannot be read: {error}") from None
     dtype = DTYPES.get(array.dtype)
     if dtype is None:
@@ -51,9 +51,11 @@ def from_array(array: Array) -> Tensor:
     count = math.prod(array.shape)
     if min(array.shape, default=0) < 0 or len(array.data) != count * dtype.itemsize:
         raise WireError(f"{len(array.data)} bytes for shape {array.shape} of {array.dtype}")
-    if count == 0:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(array.data, dtype=dtype).view(array.shape)
+    flat = torch.frombuffer(array.data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    try:
+        return flat.view(array.shape)
+    except RuntimeError as error:  # (2**31, 2**31, 0): no bytes, and yet too large
+        raise WireError(f"shape {array.shape}: {error}") from None
 
 
 def to_records(state: State) -> ArrayRecord:

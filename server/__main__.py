@@ -80,7 +80,7 @@ def simulate(
                 from server import inprocess
                 from server.app import run
 
-                with inprocess.grid(CLIENT_APP, workers or 1, device) as grid:
+                with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory") as grid:
                     run(grid, settings, folder, resume=resume, say=display.say, show=display.show)
         _conclude(folder, display)
 
@@ -136,7 +136,7 @@ def check(experiment: File) -> None:
         from server.prepare import prepare
 
         prepared = prepare(settings)
-        typer.echo(settings.toml())
+        typer.echo(prepared.experiment.toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 

@@ -13,10 +13,12 @@ from flwr.serverapp import Grid, ServerApp
 from common import flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from server.display import COLUMNS, line
 from server.events import Events
 from server.folder import RunFolder, choose
 from server.prepare import prepare
 from server.rounds import Record, Rounds
+from strategies import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +38,13 @@ def main(grid: Grid, context: Context) -> None:
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose("runs", experiment.name, resume))
-    run(grid, experiment, folder, resume=resume)
+    say(" ".join(f"{column:>10}" for column in COLUMNS))
+    run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)))
+
+
+def say(text: str) -> None:
+    """A line in Flower's log of the run."""
+    print(text, flush=True)
 
 
 def read_experiment(path: str, text: str) -> Experiment:
@@ -53,14 +61,15 @@ def run(
     folder: RunFolder,
     *,
     resume: bool = False,
-    say: Callable[[str], None] = lambda text: print(text, flush=True),
+    say: Callable[[str], None] = say,
     show: Callable[[Record], None] = lambda record: None,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
     What became of it, also of a failure, stands in the folder's run.json: there other processes look.
     """
-    with folder.open(experiment, resume):
+    experiment = resolve(experiment)
+    with folder.open(resume):
         try:
             folder.set_status("running", rounds=experiment.rounds)
             torch.set_num_threads(experiment.local.threads)

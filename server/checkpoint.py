@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -47,8 +47,7 @@ class Checkpoints:
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        self._accepted: dict[int, dict[str, int]] = {}
-        self._generation: dict[int, int] = {}
+        self._kept: dict[int, tuple[int, dict[str, int]]] = {}  # round -> generation, accepted
 
     def save(self, course: Course) -> None:
         """Begin to write the course's present state; waits for the write before it."""
@@ -85,9 +84,8 @@ class Checkpoints:
         A client that the oldest checkpoint does not know counts as 0: that checkpoint asks it for nothing, but a
         later one may.
         """
-        kept = [a for round, a in list(self._accepted.items()) if self._generation[round] == generation]
-        oldest = kept[0] if kept else {}
-        return dict(oldest)
+        kept = [accepted for _, (of, accepted) in sorted(self._kept.copy().items()) if of == generation]
+        return dict(kept[0]) if kept else {}
 
     def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
         path = self._folder / f"{round:09d}.safetensors"
@@ -98,7 +96,7 @@ class Checkpoints:
             if unique.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
                 tensors[name] = tensor.clone()
         try:
-            save_file(tensors, temporary, {**about, "sha256": sha256(tensors)})
+            save_file(tensors, temporary, {**about, "sha256": _digest(about, tensors)})
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -111,14 +109,10 @@ class Checkpoints:
             os.fsync(folder)
         finally:
             os.close(folder)
-        self._accepted[round] = json.loads(about["accepted"])
-        self._generation[round] = int(about["generation"])
-        for old in sorted(self._accepted)[: -self._keep]:
-            self._forget(old)
-
-    def _forget(self, round: int) -> None:
-        (self._folder / f"{round:09d}.safetensors").unlink(missing_ok=True)
-        del self._accepted[round], self._generation[round]
+        self._kept[round] = int(about["generation"]), json.loads(about["accepted"])
+        for old in sorted(self._kept)[: -self._keep]:
+            (self._folder / f"{old:09d}.safetensors").unlink(missing_ok=True)
+            del self._kept[old]
 
     def latest(self) -> Checkpoint:
         """The newest whole checkpoint.
@@ -139,21 +133,25 @@ class Checkpoints:
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:
-                    self._accepted[found[0].round] = found[0].accepted
-                    self._generation[found[0].round] = found[0].generation
+                    self._kept[found[0].round] = found[0].generation, found[0].accepted
             return checkpoint
         raise SettingsError(f"nothing to resume: no whole checkpoint in {str(self._folder)!r}")
+
+
+def _digest(about: Mapping[str, str], tensors: State) -> str:
+    """Hash of all that a file holds: settings and tensors."""
+    return hashlib.sha256(f"{sorted(about.items())} {sha256(tensors)}".encode()).hexdigest()
 
 
 def read(path: Path) -> tuple[Checkpoint, str] | None:
     """A checkpoint and the identity of its experiment; None if the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = file.metadata() or {}
+            about: dict[str, str] = file.metadata() or {}
             tensors: State = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return None
-    if about.get("format") != FORMAT or about.get("sha256") != sha256(tensors):
+    if about.get("format") != FORMAT or about.pop("sha256", "") != _digest(about, tensors):
         return None
     parts: dict[str, State] = {"state": {}, "buffers": {}}
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from flwr.cli.build import build_fab_from_files
 from flwr.common.serde import fab_to_proto, user_config_to_proto
-from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StopRunRequest, StreamLogsRequest
+from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StartRunRequest, StopRunRequest, StreamLogsRequest
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
@@ -93,6 +93,14 @@ def stop_run(control_address: str, run_id: int) -> None:
     """Stop a run; its server app ends within about half a minute."""
     with _control(control_address) as control:
         control.StopRun(StopRunRequest(run_id=run_id))
+
+
+def online_nodes(control_address: str) -> list[int]:
+    """Ids of the nodes that the server takes for alive."""
+    with _control(control_address) as control:
+        return sorted(
+            node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info if node.status == "online"
+        )
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Display:
             if not self._plain_header:
                 self.say(" ".join(f"{name:>10}" for name in COLUMNS))
                 self._plain_header = True
-            self.say(" ".join(f"{cell:>10}" for cell in row))
+            self.say(line(record))
 
     def _render(self) -> Group:
         table = Table(title=self._title, title_justify="left", expand=False)
@@ -93,6 +93,11 @@ def cells(record: Record) -> tuple[str, ...]:
         size(record["bytes_up"]),
         f"{record['seconds']['total']:.2f}",
     )
+
+
+def line(record: Record) -> str:
+    """A record as a line of plain text."""
+    return " ".join(f"{cell:>10}" for cell in cells(record))
 
 
 def headline(record: Record, key: str) -> float | None:

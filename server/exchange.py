@@ -50,13 +50,13 @@ class Exchange:
         sleeps longer than a fiftieth of the time waited so far.
         """
         started = time.monotonic()
-        self._count_late()
         waiting: dict[int, deque[str]] = defaultdict(deque)
         for name, message in messages.items():
             waiting[message.metadata.dst_node_id].append(name)
         names: dict[str, str] = {}
         replies: dict[str, Message] = {}
         self._push([n for node in waiting for n in self._next(node, waiting)], messages, names)
+        self._count_late()
         pause = SHORTEST_PAUSE_S
         while names:
             arrived = list(self.grid.pull_messages(list(names)))

@@ -12,7 +12,17 @@ from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.display import Display
 from server.folder import HISTORY, RunFolder
-from server.launch import ROOT, Clients, RunStatus, SuperLink, run_log, run_status, start_clients, submit_run
+from server.launch import (
+    ROOT,
+    Clients,
+    RunStatus,
+    SuperLink,
+    check_ports,
+    run_log,
+    run_status,
+    start_clients,
+    submit_run,
+)
 
 LOOK_S = 0.1
 ASK_S = 2.0
@@ -33,8 +43,11 @@ def run(
 
     Stops every process that it started, also after Ctrl-C or SIGTERM. Raises what ended the run.
     """
+    check_ports({"--fleet-port": fleet_port, "--control-port": control_port})
     logs = folder.path / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    with folder.open(resume):
+        # The server app locks the folder itself; what an earlier run left there must not be taken for its word.
+        folder.set_status("starting")
     with (
         _terminated_as_interrupt(),
         SuperLink(logs / "superlink.log", fleet_port=fleet_port, control_port=control_port) as link,

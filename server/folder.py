@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,12 +39,13 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @contextmanager
-    def open(self, experiment: Experiment, resume: bool) -> Iterator[None]:
-        """Lock the folder and write the settings.
+    def open(self, resume: bool) -> Iterator[None]:
+        """Lock the folder. A new one goes again if nothing ran.
 
         Raises SettingsError if another process uses it, if it holds a run and `resume` is off, or if it is on and
         there is none.
         """
+        new = not self.path.exists()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -55,9 +57,10 @@ class RunFolder:
             except OSError:
                 raise SettingsError(f"run folder {str(self.path)!r} is in use by another process") from None
             self.require(resume)
-            write_atomically(self.path / SETTINGS, experiment.toml().encode())
             yield
         finally:
+            if new and not self.holds_run():
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
 
     def require(self, resume: bool) -> None:
@@ -87,6 +90,10 @@ class RunFolder:
         kept = [json.dumps(line) + "\n" for line in self.history() if line["round"] <= round]
         if (self.path / HISTORY).exists():
             write_atomically(self.path / HISTORY, "".join(kept).encode())
+
+    def save_settings(self, experiment: Experiment) -> None:
+        """The resolved settings."""
+        write_atomically(self.path / SETTINGS, experiment.toml(full=True).encode())
 
     def save_model(self, tensors: State) -> Path:
         """The final model as named tensors that load into the plain torch model."""

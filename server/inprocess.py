@@ -6,6 +6,7 @@ import importlib
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,12 +20,15 @@ NODE = 2
 
 
 class InProcessGrid(Grid):
-    """One node that hosts all clients. A message runs when its reply is asked for, one after the other."""
+    """One node that hosts all clients. A message runs when its reply is asked for, one after the other.
 
-    def __init__(self, app: ClientApp, device: str = "cpu") -> None:
+    Client memory lies in a folder, or in "ram", where it ends with the process.
+    """
+
+    def __init__(self, app: ClientApp, device: str = "cpu", memory: str = "ram") -> None:
         self._identify()
         self._app = app
-        self._context = host_context("ram", device)
+        self._context = host_context(memory, device)
         self._waiting: dict[str, Message] = {}
 
     @staticmethod
@@ -60,7 +64,8 @@ class InProcessGrid(Grid):
         return [NodeInfo(node_id=NODE)]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue messages; returns their ids."""
+        """Queue messages in place of those that nobody asked for any more; returns their ids."""
+        self._waiting.clear()
         ids = []
         for message in messages:
             ids.append(stamp(message))
@@ -85,15 +90,19 @@ class InProcessGrid(Grid):
 
 
 @contextmanager
-def grid(app: str, workers: int, device: str = "cpu") -> Iterator[Grid]:
-    """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes."""
+def grid(app: str, workers: int, device: str = "cpu", memory: Path | None = None) -> Iterator[Grid]:
+    """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes.
+
+    Client memory lies in the folder `memory`, so that a run can be resumed; without one it ends with the grid.
+    """
     if workers == 1:
         module, _, attribute = app.partition(":")
-        yield InProcessGrid(getattr(importlib.import_module(module), attribute), device)
+        client = getattr(importlib.import_module(module), attribute)
+        yield InProcessGrid(client, device, str(memory or "ram"))
         return
     from server.workers import WorkerGrid
 
-    with WorkerGrid(app, workers, device) as grid:
+    with WorkerGrid(app, workers, device, memory) as grid:
         yield grid
 
 
@@ -103,6 +112,7 @@ def host_context(memory: str, device: str) -> Context:
         "partition-id": 0,
         "num-partitions": 1,
         "memory": memory,
+        "durable": False,
         "device": device,
     }
     return Context(run_id=0, node_id=NODE, node_config=config, state=RecordDict(), run_config={})

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from common.errors import RunError
+from common.errors import RunError, SettingsError
 from common.flower import environment
 from server.control import ROOT, RunStatus, bundle, run_log, run_status, stop_run, submit_run
 from server.processes import Family, free_ports, stop
@@ -24,6 +24,7 @@ __all__ = [
     "RunStatus",
     "SuperLink",
     "bundle",
+    "check_ports",
     "free_ports",
     "run_log",
     "run_status",
@@ -73,8 +74,8 @@ class SuperLink:
                 raise RunError(f"port {port} of 127.0.0.1 is in use; is another server running?")
         with ExitStack() as stack:
             home = self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-")))
-            self._family = Family(self._command(), _server_environment(home), self.log)
-            stack.callback(stop, [self._family], 3.0)
+            self.family = Family(self._command(), _server_environment(home), self.log)
+            stack.callback(stop, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()
         return self
@@ -87,12 +88,12 @@ class SuperLink:
     @property
     def running(self) -> bool:
         """Whether the server process is alive."""
-        return self._family.running
+        return self.family.running
 
     @property
     def pid(self) -> int:
         """The server's process id."""
-        return self._family.process.pid
+        return self.family.process.pid
 
     def _command(self) -> list[str]:
         start = "from flwr.superlink.cli.flower_superlink import flower_superlink as run; run()"
@@ -104,10 +105,10 @@ class SuperLink:
         end = time.monotonic() + self._start_timeout_s
         while not (_answers(self.control_port) and _answers(self.fleet_port)):
             if not self.running:
-                raise RunError(f"the Flower server ended while starting:\n{self._family.tail()}")
+                raise RunError(f"the Flower server ended while starting:\n{self.family.tail()}")
             if time.monotonic() > end:
                 waited = f"{self._start_timeout_s:g} s"
-                raise RunError(f"the Flower server did not start in {waited}:\n{self._family.tail()}")
+                raise RunError(f"the Flower server did not start in {waited}:\n{self.family.tail()}")
             time.sleep(0.02)
 
 
@@ -115,6 +116,13 @@ def _server_environment(home: Path) -> dict[str, str]:
     # Flower starts its helpers by name: they must be the ones of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
+
+
+def check_ports(ports: Mapping[str, int | None]) -> None:
+    """Raise SettingsError for a port of 127.0.0.1 that is taken; `ports`: what it is called -> number."""
+    for name, port in ports.items():
+        if port is not None and _answers(port):
+            raise SettingsError(f"{name} = {port}: this port of 127.0.0.1 is in use; is another server running?")
 
 
 def _answers(port: int) -> bool:

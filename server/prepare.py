@@ -7,16 +7,19 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from common.models import build
 from server.rounds import Prepared
-from strategies import create
+from strategies import create, resolve
 
 
 def prepare(experiment: Experiment) -> Prepared:
     """Create strategy, task and initial model, and check them against each other. Raises SettingsError."""
+    experiment = resolve(experiment)
     strategy = create(experiment)
     task = tasks.create(experiment.task, experiment.partition, experiment.seed)
     clients, settings = len(task.names()), experiment.round
     if clients and settings.sample is not None and settings.sample > clients:
         raise SettingsError(f"round.sample = {settings.sample} is more than the {clients} clients of the partition")
+    if clients and settings.wait_for is not None and settings.wait_for > clients:
+        raise SettingsError(f"round.wait_for = {settings.wait_for} is more than the {clients} clients of the partition")
     most = settings.sample or clients
     if most and settings.quorum is not None and settings.quorum > most:
         raise SettingsError(f"round.quorum = {settings.quorum} is more than the {most} clients of a round")

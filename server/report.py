@@ -21,13 +21,19 @@ COLUMNS = ("run", "rounds", "accuracy", "loss", "rounds to target", "bytes to ta
 def write(folders: Sequence[Path], target: float, out: Path) -> str:
     """Write the page and return the table as Markdown.
 
-    Raises SettingsError for a folder without a history. A run that never reached the target says so.
+    Raises SettingsError for a folder without a history or a page that cannot be written. A run that never reached
+    the target says so.
     """
-    runs = {folder.name: history(folder) for folder in folders}
+    names = [folder.resolve().name for folder in folders]
+    labels = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    runs = {label: history(folder) for label, folder in zip(labels, folders, strict=True)}
     rows = [row(name, records, target) for name, records in runs.items()]
     with tempfile.TemporaryDirectory() as temporary:
         picture = curves(runs, Path(temporary) / "curves.png").read_bytes()
-    out.write_text(_page(rows, target, picture), "utf-8")
+    try:
+        out.write_text(_page(rows, target, picture), "utf-8")
+    except OSError as error:
+        raise SettingsError(f"page {str(out)!r} cannot be written: {error}") from None
     return markdown(rows)
 
 

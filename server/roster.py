@@ -59,6 +59,17 @@ class Roster:
                 said = True
             time.sleep(POLL_S)
 
+    def gather(self, count: int, deadline_s: float) -> bool:
+        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds."""
+        started = time.monotonic()
+        self.refresh()
+        while len(self.trainers) < count:
+            if time.monotonic() - started > deadline_s:
+                return False
+            time.sleep(POLL_S)
+            self.refresh()
+        return True
+
     def refresh(self, strict: bool = False) -> None:
         """Take out nodes that left and call the roll of new ones.
 
@@ -66,11 +77,11 @@ class Roster:
         line in the log.
         """
         now = set(self._grid.get_node_ids())
-        if gone := self._nodes - now:
+        if gone := (self._nodes | self._refused.keys()) - now:
             self.members = {name: m for name, m in self.members.items() if m.node not in gone}
             self._nodes -= gone
-        for node in gone:
-            self._refused.pop(node, None)
+            # A client that started anew was refused for as long as its old node seemed to be alive.
+            self._refused.clear()
         new = sorted(now - self._nodes - self._refused.keys())
         if not new:
             return

@@ -23,7 +23,7 @@ from server.folder import RunFolder
 from server.roster import Roster
 from strategies.base import FederatedStrategy, Upload
 from strategies.course import Course, NotFinite, sample
-from strategies.messages import Refused, read_reply
+from strategies.messages import Refused, read_reply, usable
 
 Record = dict[str, Any]
 TTL_MARGIN_S = 60.0
@@ -85,6 +85,7 @@ class Rounds:
         Raises SettingsError before round 1 and RunError when rounds bring no progress.
         """
         course = self._resumed() if resume else self._fresh()
+        self._folder.save_settings(self._experiment)
         try:
             roster = self._roll(course)
             exchange = Exchange(self._grid, roster.in_flight)
@@ -145,44 +146,50 @@ class Rounds:
         else:
             raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {attempt.cause}")
         record = self._record(round, course, attempt, void, exchange)
-        with _timed(attempt.seconds, "checkpoint"):
-            if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
-                self._checkpoints.save(course)
         with _timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(course)
                 record["clients"] = self._evaluation.clients(course, roster, exchange, attempt.sampled)
                 record["task"] = describe(self._task, course.state["model"])
+        with _timed(attempt.seconds, "checkpoint"):
+            self._checkpoints.wait()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
+        # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
         self._folder.append(record)
+        if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
+            self._checkpoints.save(course)
         self._show(record)
         return record
 
     def _attempt(self, round: int, number: int, course: Course, roster: Roster, exchange: Exchange) -> Attempt:
         settings = self._experiment.round
-        roster.refresh()
+        quorum = settings.quorum or ((settings.sample or course.trainers) + 1) // 2
+        if not roster.gather(quorum, settings.deadline_s):
+            here = ", ".join(sorted(roster.trainers)) or "none"
+            return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
         wanted = settings.sample or len(roster.trainers)
         sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
         attempt = Attempt(sampled)
-        quorum = min(settings.quorum or (wanted + 1) // 2, wanted)
         with _timed(attempt.seconds, "broadcast"):
             course.keep_from = self._checkpoints.keep_from(course.generation)
             members = [roster.members[name] for name in sampled]
             messages = course.messages(round, members, settings.deadline_s + TTL_MARGIN_S)
             attempt.bytes_down = sum(wire.size(message.content) for message in messages.values())
         with _timed(attempt.seconds, "collect"):
-            close = (lambda replies: len(replies) >= wanted) if settings.over_select else None
-            replies = exchange.run(messages, settings.deadline_s, close)
+            enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
+            replies = exchange.run(messages, settings.deadline_s, enough)
         with _timed(attempt.seconds, "aggregate"):
-            self._judge(round, course, attempt, replies)
+            self._judge(round, course, attempt, replies, "late" if enough and enough(replies) else "timed out")
             self._advance(round, course, attempt, quorum)
         return attempt
 
-    def _judge(self, round: int, course: Course, attempt: Attempt, replies: Mapping[str, Message]) -> None:
+    def _judge(
+        self, round: int, course: Course, attempt: Attempt, replies: Mapping[str, Message], missing: str
+    ) -> None:
         for name in attempt.sampled:
             try:
                 if name not in replies:
-                    raise Refused("late" if len(replies) >= len(attempt.sampled) else "timed out")
+                    raise Refused(missing)
                 message = replies[name]
                 if message.has_error():
                     raise Refused(cause_of(message), message.error.reason or f"code {message.error.code}")

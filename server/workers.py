@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Self
 
@@ -20,20 +21,18 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from server.inprocess import InProcessGrid, stamp
 
-TEMPORARY_PREFIX = "fedkeel-"
-
 
 class WorkerGrid(InProcessGrid):
     """One node, like the in-process grid, whose messages run in `workers` processes, whichever is free.
 
-    Client memory lies in a folder that all workers share and that ends with the run. Workers start at once, so that
-    they load torch while this process prepares.
+    Client memory lies in the folder `memory`, or in one that ends with the grid; all workers share it. Workers start
+    at once, so that they load torch while this process prepares.
     """
 
-    def __init__(self, app: str, workers: int, device: str = "cpu") -> None:
+    def __init__(self, app: str, workers: int, device: str = "cpu", memory: Path | None = None) -> None:
         self._identify()
         self._stack = ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX))
+        folder = str(memory or self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-")))
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._workers = [_Worker(app, folder, device) for _ in range(workers)]
         for worker in self._workers:

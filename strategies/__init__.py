@@ -62,6 +62,14 @@ def create(experiment: Experiment) -> FederatedStrategy:
     return strategy
 
 
+def resolve(experiment: Experiment) -> Experiment:
+    """The experiment with the server optimizer that its named algorithm implies written out.
+
+    Only so does a copy of it (sent to clients, written to the run folder) mean the same as the file.
+    """
+    return experiment.model_copy(update={"server": create(experiment).server})
+
+
 def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
     """The keys that `[strategy]` takes beside `name`."""
     return [f.name for f in fields(cls) if f.name != "server"]
@@ -86,4 +94,4 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "create", "hyperparameter_names"]
+__all__ = ["REGISTRY", "Entry", "create", "hyperparameter_names", "resolve"]

@@ -78,20 +78,26 @@ class Course:
         """n: training examples of all known clients."""
         return sum(self.known.values())
 
+    @property
+    def trainers(self) -> int:
+        """How many known clients hold training examples."""
+        return sum(examples > 0 for examples in self.known.values())
+
     def admit(self, members: Iterable[Member]) -> None:
         """Put new clients on the roll. A tracker is an average over all of them, so it shrinks as they join: a new
         client's own part is zero.
 
         Raises Refused if a known client now announces another number of examples.
         """
-        before = self._mass()
-        for member in members:
-            if self.known.setdefault(member.name, member.examples) != member.examples:
+        before, new = self._mass(), {member.name: member.examples for member in members}
+        for name, examples in new.items():
+            if self.known.get(name, examples) != examples:
                 raise Refused(
                     "changed",
-                    f"client {member.name!r} announced {self.known[member.name]} training examples at first and "
-                    f"{member.examples} now; start a new run",
+                    f"client {name!r} announced {self.known[name]} training examples at first and {examples} now; "
+                    "start a new run",
                 )
+        self.known |= new
         after = self._mass()
         if before and after != before:
             self.state |= {name: self.state[name] * (before / after) for name in self.strategy.trackers}
@@ -216,9 +222,19 @@ class Course:
         for group, value in reply.buffers.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise Refused("not finite", f"{group} holds NaN or Inf")
-        for key, number in reply.metrics.items():
-            if not math.isfinite(number) and key == "loss":
-                raise Refused("not finite", f"training loss {number}")
+        if not math.isfinite(loss := reply.metrics.get("loss", math.nan)):
+            raise Refused("not finite", f"training loss {loss}")
+
+    def check_evaluation(self, member: Member, reply: Reply) -> None:
+        """Raise Refused unless a reply holds that client's metrics of the present model."""
+        head = reply.head
+        told, asked = (head.run, head.client, head.round, head.layout), (self.run, member.name, self.round, self.layout)
+        if told != asked:
+            raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
+        if head.status != "ok":
+            raise Refused(head.status, head.reason)
+        if not 0 < head.examples <= member.evaluation:
+            raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
 
     def advance(self, round: int, uploads: Sequence[Upload]) -> list[Upload]:
         """Aggregate in name order, acknowledge and move on to `round`; returns the uploads in the order summed.
@@ -231,7 +247,10 @@ class Course:
         for upload in ordered:
             upload.weight = 1 / len(ordered) if uniform else upload.examples / cohort
             upload.tracker_weight = 1 / len(self.known) if uniform else self.known[upload.name] / total
-        state = self.strategy.aggregate(self.state, ordered)
+        try:
+            state = self.strategy.aggregate(self.state, ordered)
+        except ArithmeticError as error:
+            raise NotFinite(f"the aggregate of round {round} has no value: {error}") from error
         buffers = mean_buffers(self.buffers, ordered)
         if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
             raise NotFinite(f"the aggregate of round {round} is not finite")
@@ -314,4 +333,6 @@ def members_of(reply: Message, course: Course, plan: str) -> tuple[list[Member],
 
 def config_of(experiment: Experiment) -> ConfigRecord:
     """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    return ConfigRecord({"experiment": experiment.json()})
+    from strategies import resolve
+
+    return ConfigRecord({"experiment": resolve(experiment).json()})

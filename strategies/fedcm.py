@@ -17,11 +17,12 @@ from strategies.base import FederatedStrategy, Upload, Work, cohort_mean, hyperp
 
 @hyperparameters
 class FedCM(FederatedStrategy):
-    """Client-level momentum: y <- y - eta (alpha g_i(y) + (1 - alpha) m); m <- mean_S (x - y_i)/(eta K_i).
+    """Client-level momentum: y <- y - eta (alpha g_i(y) + (1 - alpha) m); m <- mean_S (x - y_i)/(eta K).
 
     alpha (0 < alpha <= 1, default 0.1): *small* alpha is strong momentum; Cheng et al. call it beta. alpha = 1 is
     FedAvg. m = 0 at the start, so round 1 moves by alpha times a FedAvg round. m is divided by the rate of the round
-    in which it was made. FL-Simulator mixes before clipping, as here; FedAdamW's repository clips first.
+    in which it was made and by the cohort's mean number of steps K. FL-Simulator mixes before clipping, as here;
+    FedAdamW's repository clips first.
     """
 
     weights: Literal["uniform", "data"] = "uniform"

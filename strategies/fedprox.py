@@ -24,7 +24,7 @@ class FedProx(FederatedStrategy):
     mu: float = Field(0.01, ge=0)
 
     def local(self, work: Work) -> Upload:
-        """K local steps with the proximal term, which the work adds after clipping's turn to see the raw gradient."""
+        """K local steps with the proximal term, which the work adds to the raw gradient before it clips their sum."""
         work.proximal_mu = self.mu
         for _ in work.steps():
             pass

@@ -16,7 +16,7 @@ from common.models import build
 from common.vector import BUFFERS
 from strategies.base import FederatedStrategy
 from strategies.course import Course, Member, NotFinite, members_of, roll_messages, sample
-from strategies.messages import Refused, read_experiment, read_reply
+from strategies.messages import Refused, Reply, read_experiment, read_reply
 
 MODEL = "model"
 
@@ -27,6 +27,7 @@ class FlowerLoop:
     def __init__(self, course: Course, members: Mapping[str, Member]) -> None:
         self._course = course
         self._members = members
+        self._asked: set[str] = set()
 
     @classmethod
     def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
@@ -57,6 +58,8 @@ class FlowerLoop:
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = course.experiment.round
         chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
+        self._asked = set(chosen)
+        course.keep_from = dict(course.accepted)  # without checkpoints nobody asks for an older version
         messages = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
         return list(messages.values())
 
@@ -66,7 +69,11 @@ class FlowerLoop:
         for message in replies:
             try:
                 reply = read_reply(message)
-                uploads.append(self._course.check(round, reply.head.client, reply))
+                name = reply.head.client
+                if name not in self._asked or self._members[name].node != message.metadata.src_node_id:
+                    raise Refused("mismatch", f"client {name!r} has replied already, or was not asked")
+                self._asked.remove(name)
+                uploads.append(self._course.check(round, name, reply))
             except Refused as error:
                 lost |= error.cause == "memory-lost"
                 print(
@@ -95,14 +102,18 @@ class FlowerLoop:
 
     def close_evaluation(self, replies: Iterable[Message]) -> MetricRecord | None:
         """Means weighted by evaluation examples."""
-        sums: dict[str, float] = {}
-        total = 0
+        results: dict[str, Reply] = {}
         for message in replies:
             try:
                 reply = read_reply(message)
+                if member := self._members.get(reply.head.client):
+                    self._course.check_evaluation(member, reply)
+                    results[member.name] = reply
             except Refused:
                 continue
-            total += reply.head.examples
+        sums: dict[str, float] = {}
+        total = sum(reply.head.examples for reply in results.values())
+        for _, reply in sorted(results.items()):
             for key, value in reply.metrics.items():
                 sums[key] = sums.get(key, 0.0) + value * reply.head.examples
         return MetricRecord({key: value / total for key, value in sums.items()}) if total else None

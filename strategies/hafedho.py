@@ -29,7 +29,8 @@ class HaFedHo(FederatedStrategy):
     rectification: "objective" adds grad(mu h^T w) = mu h to the loss gradient before clipping, as autograd does;
       "gradient" adds it after clipping. Without clipping they are one and the same (the paper reports a difference).
     upload: "phi" g_i = sum grad phi_i (Algorithm 1); "displacement" (w^t - w_i)/eta, which differs from phi only by
-      weight decay, momentum or clipping; "raw" sum grad f_i, which removes the recursion and follows FedAvg.
+      weight decay, momentum, clipping, a proximal term or decayed rates; "raw" sum grad f_i, which removes the
+      recursion and follows FedAvg.
     own_share: q_i = "data" p_i = n_i/n (Algorithm 1); "cohort" the weight that g_i really had in g^{t-1}; "none" 0.
     """
 
@@ -78,7 +79,7 @@ class HaFedHo(FederatedStrategy):
         mean_loss = torch.tensor(work.mean_loss, dtype=torch.float64)
         work.keep(gradient=total, loss=mean_loss)
         sent = work.upload(gradient=total, loss=mean_loss)
-        # The constant mu fhat never reaches a gradient; the rectified objective's value at w^t is for the record.
+        # The constant mu fhat never reaches a gradient; this mean of phi_i, but for its linear part, is for the record.
         sent.metrics["objective"] = work.mean_loss + mu * loss
         return sent
 

@@ -124,10 +124,11 @@ def read_head(cls: type[T], content: RecordDict) -> T:
         raise Refused("malformed", f"no record {HEAD!r}")
     values: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]
-        kind = str(item.type).split("[")[0]
-        value = record.get(item.name, [] if kind == "list" else None)
-        if type(value).__name__ != kind:
-            raise Refused("malformed", f"{item.name} = {value!r} is no {kind}")
+        kind, _, entry = str(item.type).rstrip("]").partition("[")
+        value = record.get(item.name, [] if entry else None)
+        entries = value if entry and isinstance(value, list) else []
+        if type(value).__name__ != kind or any(type(each).__name__ != entry for each in entries):
+            raise Refused("malformed", f"{item.name} = {str(value)[:100]!r} is no {item.type}")
         values[item.name] = value
     return cls(**values)
 
@@ -170,6 +171,12 @@ def scalars(record: MetricRecord | None) -> dict[str, float]:
             raise Refused("malformed", f"metric {key} is a list")
         values[key] = float(value)
     return values
+
+
+def usable(message: Message) -> bool:
+    """Whether a reply holds an upload, as far as its head tells."""
+    head = message.content.config_records.get(HEAD) if message.has_content() else None
+    return head is not None and head.get("status") == "ok"
 
 
 def read_reply(message: Message) -> Reply:

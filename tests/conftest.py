@@ -1,0 +1,32 @@
+"""What all tests share: no telemetry, and skips that say why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from common import flower
+
+flower.prepare()  # before any test module imports flwr
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    missing = {
+        "data": None if os.environ.get("FEDKEEL_DATA") else "FEDKEEL_DATA names no folder",
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "docker": None if shutil.which("docker") else "no docker command",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _own_flower_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's Flower folder."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path_factory.getbasetemp() / "flwr-home"))

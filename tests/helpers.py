@@ -1,0 +1,175 @@
+"""A run without messages, so that tests can look at server state and client memories after every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.work import LocalWork, local_steps
+from common import tasks
+from common.experiment import Experiment
+from common.models import build
+from common.seeds import derive
+from common.tasks.base import Task
+from common.tasks.quadratic import write
+from common.vector import State
+from strategies import REGISTRY, create
+from strategies.base import Upload
+from strategies.course import Course, Member, sample
+from strategies.messages import Reply, ReplyHead
+
+ALGORITHMS = sorted(REGISTRY)
+
+
+def problem(n: int = 6, d: int = 5, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """n quadratics in d dimensions that pull apart: unequal curvatures, steps (1 to 8), examples and centers."""
+    rng = np.random.default_rng(seed)
+    return {
+        "centers": rng.normal(0, 3, (n, d)),
+        "curvatures": rng.uniform(0.5, 2.0, (n, d)),
+        "steps": np.linspace(1, 8, n).astype(int),
+        "examples": rng.permutation(np.arange(1, n + 1) * 10),
+        "start": np.zeros(d),
+    }
+
+
+def experiment(folder: Path, strategy: str = "fedavg", **given: Any) -> Experiment:
+    """An experiment on quadratics in float64, the file written to `folder`.
+
+    Keywords: `arrays` of the file (default `problem()`), any table of the experiment file (`local`, `server`,
+    `round`, ...), `seed`, `rounds`; the rest are the strategy's hyperparameters.
+    """
+    arrays = problem() | given.pop("arrays", {})
+    tables = {key: given.pop(key) for key in list(given) if key in Experiment.model_fields}
+    file = folder / "quadratic.npz"
+    write(file, **arrays)
+    task = {"name": "quadratic", "file": str(file), "dtype": "float64"}
+    values = {"task": task, "strategy": {"name": strategy, **given}, **tables}
+    return Experiment.model_validate(values)
+
+
+class Simulation:
+    """The four methods of a strategy, driven by the real `Course` and `LocalWork`; only messages are missing.
+
+    `course` holds the server state after the last round; `memory(name)` is what the server knows of a client:
+    its version of the last accepted round. A test holds this driver to the real loop, bit for bit.
+    """
+
+    def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
+        self.experiment = experiment
+        self.strategy = create(experiment)
+        self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
+        self.model = build(self.task, experiment.seed)
+        state = self.strategy.init(self.model.vector.clone())
+        buffers = copies(self.model.buffers)
+        self.course = Course(self.strategy, experiment, "run", self.model.layout_hash, state, buffers)
+        self.members: dict[str, Member] = {}
+        self.versions: dict[tuple[str, int, int], State] = {}
+        self.sampled: list[str] = []
+        self.join(self.task.names() if names is None else names)
+
+    @property
+    def x(self) -> Tensor:
+        """The server model (d,)."""
+        return self.course.state["model"]
+
+    def join(self, names: Iterable[str]) -> None:
+        """Put clients on the roll, before round 1 or later."""
+        for name in names:
+            data = self.task.client(name)
+            steps = local_steps(data, self.experiment.local)
+            member = Member(name, 0, len(data.train), len(data.evaluate), steps)
+            self.course.admit([member])
+            self.members[name] = member
+
+    def memory(self, name: str) -> State:
+        """The client's memory as of its last accepted upload; empty before the first."""
+        course = self.course
+        return self.versions.get((name, course.generation, course.accepted.get(name, 0)), {})
+
+    def work(self, name: str) -> LocalWork:
+        """What the client `name` is given in the next round, the server model loaded."""
+        course, round = self.course, self.course.round + 1
+        received = self.strategy.broadcast(course.state)
+        self.model.load(received["model"], course.buffers)
+        accepted = course.accepted.get(name, 0)
+        return LocalWork(
+            task=self.task,
+            model=self.model,
+            data=self.task.client(name),
+            settings=self.experiment.local,
+            received=received,
+            memory=self.memory(name) if self.strategy.memory != "none" else {},
+            seed=self.experiment.seed,
+            name=name,
+            round=round,
+            lr=course.lr(round),
+            share=course.known[name] / course.total,
+            accepted_last_round=accepted > 0 and accepted == round - 1,
+            assigned=self.strategy.assign(course.state, self.sampled, round).get(name, {}),
+        )
+
+    def train(self, name: str) -> Upload:
+        """One client's round, its new memory stored as the client does, its upload checked as the server does."""
+        course, round = self.course, self.course.round + 1
+        work, before = self.work(name), torch.get_rng_state()
+        # As the client's fork_rng and manual_seed do, without the half millisecond that they spend on other devices.
+        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, round))
+        upload = self.strategy.local(work)
+        torch.set_rng_state(before)
+        self.versions[name, course.generation, round] = copies(work.kept)
+        head = ReplyHead(
+            run=course.run,
+            client=name,
+            generation=course.generation,
+            round=round,
+            layout=course.layout,
+            status="ok",
+            examples=upload.examples,
+            steps=upload.steps,
+            lr=upload.lr,
+        )
+        reply = Reply(head, copies(upload.vectors), copies(upload.buffers), dict(upload.metrics))
+        return course.check(round, name, reply)
+
+    def step(self, lost: Iterable[str] = ()) -> list[Upload]:
+        """One round; the clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
+        course, wanted = self.course, self.experiment.round.sample or len(self.members)
+        self.sampled = sample(self.experiment.seed, course.round + 1, 0, self.members, wanted)
+        uploads = [self.train(name) for name in self.sampled]
+        return course.advance(course.round + 1, [u for u in uploads if u.name not in set(lost)])
+
+    def run(self, rounds: int) -> Tensor:
+        """Some rounds; returns the server model (d,)."""
+        for _ in range(rounds):
+            self.step()
+        return self.x
+
+    def path(self, rounds: int) -> Tensor:
+        """The server models after each of some rounds (rounds, d)."""
+        return torch.stack([self.run(1) for _ in range(rounds)])
+
+    def rest(self, most: int = 1500, tolerance: float = 1e-14) -> Simulation:
+        """Run until five rounds in a row move no coordinate by `tolerance`; fails after `most` rounds."""
+        still = 0
+        for _ in range(most):
+            before = self.x
+            still = still + 1 if float((self.run(1) - before).abs().max()) < tolerance else 0
+            if still == 5:
+                return self
+        raise AssertionError(f"still moving after {most} rounds")
+
+    def distance(self, point: Any) -> float:
+        """L2 distance of the server model to `point` (d,)."""
+        return float(torch.linalg.vector_norm(self.x - torch.as_tensor(point)))
+
+
+def copies(state: Mapping[str, Tensor]) -> State:
+    """The same state in storage of its own, as the wire makes it."""
+    return {name: value.clone() for name, value in state.items()}
