@@ -19,8 +19,10 @@ _ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     # Seconds between looks for a submitted run.
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-    # Bytes of one piece of an array.
-    "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(5 * 2**20),
+    # glibc hands a freed buffer of some MB back to the system and gets a new one, page by page, for each copy
+    # of a message; keeping up to 512 MiB saves a third of the CPU time of a round with large models.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
 }
 
 

@@ -87,7 +87,7 @@ def toy(strategy: str = "fedavg", **tables: Any) -> Experiment:
 # --- replies that are not what the client made
 
 Lie = Callable[[str, int, Message], Message]
-"""(client, round, its true reply) -> what the server gets instead."""
+"""(client, round, its true reply) -> what the server gets instead. A roll call has client "" and round 0."""
 
 
 def lies(client: str, change: Callable[[Message], Message | None], round: int = 2) -> Lie:
@@ -120,14 +120,15 @@ def head(**values: Any) -> Callable[[Message], None]:
 
 def fail(reply: Message) -> Message:
     """The reply is lost: Flower brings an error instead."""
-    return Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=reply)
+    return Message(error=Error(ErrorCode.NODE_UNAVAILABLE, "gone"), metadata=reply.metadata)
 
 
 class FaultyGrid(InProcessGrid):
     """All clients answer at once. `lie` changes replies; `held(client, round, now)` keeps them back, where `now` is the
     latest round asked for; `order` rearranges those that arrive together; each arrives `copies` times.
 
-    `nodes` is who is here; `asked` and `true` record TRAIN messages and deltas by (client, round).
+    `nodes` is who is here, `now` the latest round; `asked` and `true` record TRAIN messages and deltas by (client,
+    round).
     """
 
     def __init__(
@@ -142,18 +143,15 @@ class FaultyGrid(InProcessGrid):
         self.lie, self.held, self.order, self.copies = lie, held, order, copies
         self.asked: list[tuple[str, int]] = []
         self.true: dict[tuple[str, int], Tensor] = {}
-        self.pulls = 0
         self.nodes: Callable[[], Iterable[int]] = super().get_node_ids
         self._ready: dict[str, tuple[str, int, Message]] = {}
-        self._now = 0
+        self.now = 0
 
     def get_node_ids(self) -> Iterable[int]:
         return self.nodes()
 
     def _client(self, message: Message, context: Context) -> Message:
         reply = app(message, context)
-        if message.metadata.message_type != MessageType.TRAIN:
-            return reply
         name, round = asked_of(message)
         if STATE in reply.content.array_records and "delta" in (sent := reply.content.array_records[STATE]):
             self.true[name, round] = wire.from_array(sent["delta"])
@@ -163,24 +161,22 @@ class FaultyGrid(InProcessGrid):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for message_id, message in zip(ids, messages, strict=True):
-            name, round = "", 0
+            name, round = asked_of(message)
             if message.metadata.message_type == MessageType.TRAIN:
-                name, round = asked_of(message)
                 self.asked.append((name, round))
-                self._now = max(self._now, round)
+                self.now = max(self.now, round)
             self._ready[message_id] = name, round, answer(self._app, message, self._context)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self.pulls += 1
-        here = [m for m in message_ids if m in self._ready and not self.held(*self._ready[m][:2], self._now)]
+        here = [m for m in message_ids if m in self._ready and not self.held(*self._ready[m][:2], self.now)]
         return self.order([self._ready[m][2] for m in here for _ in range(self.copies) if m in self._ready])
 
 
 def asked_of(message: Message) -> tuple[str, int]:
-    """Client and round of a TRAIN message."""
+    """Client and round of a message; "" and 0 of a roll call."""
     config = message.content.config_records[HEAD]
-    return str(config["client"]), int(config["round"])  # type: ignore[arg-type]
+    return str(config.get("client", "")), int(config.get("round", 0))  # type: ignore[arg-type]
 
 
 # --- runs
@@ -198,7 +194,11 @@ class Ran:
     @property
     def checkpoint(self) -> Checkpoint:
         """The newest one."""
-        loaded = read(sorted(self.folder.checkpoints.glob("*.safetensors"))[-1])
+        return self.at(max(int(path.stem) for path in self.folder.checkpoints.glob("*.safetensors")))
+
+    def at(self, round: int) -> Checkpoint:
+        """The checkpoint of a round."""
+        loaded = read(self.folder.checkpoints / f"{round:09d}.safetensors")
         assert loaded is not None
         return loaded[0]
 

@@ -16,7 +16,7 @@ from common import tasks
 from common.experiment import Experiment
 from common.models import build
 from common.seeds import derive
-from common.tasks.base import Task
+from common.tasks.base import ClientData, Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies import REGISTRY, create
@@ -28,7 +28,7 @@ ALGORITHMS = sorted(REGISTRY)
 
 
 def problem(n: int = 6, d: int = 5, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """n quadratics in d dimensions that pull apart: unequal curvatures, steps (1 to 8), examples and centers."""
+    """n quadratics of d coordinates that pull apart: unequal centers, curvatures, steps (1 to 8) and examples."""
     rng = np.random.default_rng(seed)
     return {
         "centers": rng.normal(0, 3, (n, d)),
@@ -70,6 +70,7 @@ class Simulation:
         buffers = copies(self.model.buffers)
         self.course = Course(self.strategy, experiment, "run", self.model.layout_hash, state, buffers)
         self.members: dict[str, Member] = {}
+        self.data: dict[str, ClientData] = {}
         self.versions: dict[tuple[str, int, int], State] = {}
         self.sampled: list[str] = []
         self.join(self.task.names() if names is None else names)
@@ -82,7 +83,7 @@ class Simulation:
     def join(self, names: Iterable[str]) -> None:
         """Put clients on the roll, before round 1 or later."""
         for name in names:
-            data = self.task.client(name)
+            data = self.data[name] = self.task.client(name)
             steps = local_steps(data, self.experiment.local)
             member = Member(name, 0, len(data.train), len(data.evaluate), steps)
             self.course.admit([member])
@@ -102,7 +103,7 @@ class Simulation:
         return LocalWork(
             task=self.task,
             model=self.model,
-            data=self.task.client(name),
+            data=self.data[name],
             settings=self.experiment.local,
             received=received,
             memory=self.memory(name) if self.strategy.memory != "none" else {},
@@ -116,10 +117,10 @@ class Simulation:
         )
 
     def train(self, name: str) -> Upload:
-        """One client's round, its new memory stored as the client does, its upload checked as the server does."""
+        """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
         course, round = self.course, self.course.round + 1
         work, before = self.work(name), torch.get_rng_state()
-        # As the client's fork_rng and manual_seed do, without the half millisecond that they spend on other devices.
+        # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
         torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, round))
         upload = self.strategy.local(work)
         torch.set_rng_state(before)
@@ -139,7 +140,7 @@ class Simulation:
         return course.check(round, name, reply)
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
-        """One round; the clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
+        """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
         course, wanted = self.course, self.experiment.round.sample or len(self.members)
         self.sampled = sample(self.experiment.seed, course.round + 1, 0, self.members, wanted)
         uploads = [self.train(name) for name in self.sampled]

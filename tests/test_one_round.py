@@ -116,7 +116,7 @@ def test_hafedho(tmp_path: Path) -> None:
 
 
 def test_hafedhos_schedule(tmp_path: Path) -> None:
-    """"inverse" uses mu/t: round 2 with mu = 1/2 is round 2 with the constant 1/4."""
+    """ "inverse" uses mu/t: round 2 with mu = 1/2 is round 2 with the constant 1/4."""
     inverse = simulate(tmp_path, "hafedho", mu=0.5, mu_schedule="inverse")
     assert inverse.run(2).item() == simulate(tmp_path, "hafedho", mu=0.25).run(2).item() == 0.0703125
 
