@@ -3,7 +3,8 @@
     python -m benchmarks.local_step [--model resnet18|mlp] [--steps 4] [--repeat 5] [--threads 1]
 
 All are measured in turn within one process, in CPU time of all its threads, so that a busy machine disturbs little and
-all alike; the table gives medians and their ratio to the bare step. A step of an algorithm is its whole `local` (with delta and upload) over its steps.
+all alike; the table gives medians and their ratio to the bare step. A step of an algorithm is its whole `local` (with
+delta and upload) over its steps.
 """
 
 from __future__ import annotations

@@ -65,8 +65,9 @@ def join(
 ) -> None:
     """Join a Flower server and train for it until stopped.
 
-    SIGTERM or Ctrl-C finishes the message in hand, then leaves; a second one ends at once. Exit code 0:
-    stopped; 1: no server for --max-wait seconds; 2: what was typed cannot work or the server refuses it.
+    SIGTERM or Ctrl-C finishes the message in hand, then leaves; a second one ends at once.
+
+    Exit code 0: stopped; 1: no server for --max-wait seconds; 2: what was typed cannot work or is refused.
     """
     flower.prepare()
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING, stream=sys.stderr)

@@ -14,7 +14,7 @@ from client.session import VERSIONS, Session, hosted, memory_of
 from client.work import LocalWork
 from common import wire
 from common.errors import SettingsError
-from common.seeds import derive
+from common.seeds import derive, torch_seeded
 from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.messages import (
@@ -132,9 +132,8 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
         assigned=scalars(message.content.metric_records.get(ASSIGNED)),
     )
-    cuda = [session.device] if session.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(derive(session.experiment.seed, "torch", head.client, head.round))
+    seed = derive(session.experiment.seed, "torch", head.client, head.round)
+    with torch_seeded(seed, session.device):
         upload = strategy.local(work)
     upload.metrics["seconds.train"] = time.perf_counter() - started
 

@@ -157,7 +157,11 @@ class Fleet:
 
     def next_message(self) -> tuple[int, ObjectTree] | None:
         """Run id and object ids of the next message for this node, if there is one."""
-        found = self._call("PullMessages", PullMessagesRequest(node=self.node))
+        try:
+            found = self._call("PullMessages", PullMessagesRequest(node=self.node))
+        except grpc.RpcError as error:
+            log.warning("the server at %s failed: %s", self.address, _details(error))
+            return None
         if not found.messages_list:
             return None
         return found.messages_list[0].metadata.run_id, found.message_object_trees[0]

@@ -37,18 +37,15 @@ class RamMemory:
     """In this process: for simulations with one worker."""
 
     def __init__(self) -> None:
-        self._versions: dict[tuple[str, str], tuple[int, dict[int, State]]] = {}
+        self._versions: dict[tuple[str, str], dict[tuple[int, int], State]] = {}
 
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
-        held, versions = self._versions.get((run, client), (generation, {}))
-        return versions.get(version) if held == generation else None
+        return self._versions.get((run, client), {}).get((generation, version))
 
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
-        held, versions = self._versions.get((run, client), (generation, {}))
-        if held > generation:
-            return  # a late message of an older generation
-        kept = {v: s for v, s in versions.items() if v >= keep_from} if held == generation else {}
-        self._versions[run, client] = (generation, kept | {version: state})
+        held = self._versions.get((run, client), {})
+        kept = {key: s for key, s in held.items() if key >= (generation, keep_from)}
+        self._versions[run, client] = kept | {(generation, version): state}
 
 
 class DiskMemory:

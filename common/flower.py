@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,7 +20,7 @@ _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     # Seconds between looks for a submitted run.
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
     # glibc hands a freed buffer of some MB back to the system and gets a new one, page by page, for each copy
     # of a message; keeping up to 512 MiB saves a third of the CPU time of a round with large models.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
@@ -35,6 +37,11 @@ def prepare() -> None:
     """Put the tuned settings into this process. Call it before the first import of flwr, which reads them."""
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    # glibc has read its variables before Python started. Other C libraries lack the call, macOS and musl.
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        keep = ctypes.CDLL(None).mallopt
+        keep(-3, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+        keep(-1, int(os.environ["MALLOC_TRIM_THRESHOLD_"]))
 
 
 def check_version() -> None:
@@ -58,16 +65,20 @@ def installed_version() -> str:
         return "none"
 
 
-def tune_flower() -> None:
+def tune_flower(longest_wait_s: float | None = None) -> None:
     """Shorten the wait for objects that are still under way, for all later pulls in this process.
 
     A message becomes visible before its objects are uploaded. Flower then waits 1 s, 2 s, 4 s and so on
     between looks, and its Grid offers no way to say otherwise; so the defaults themselves are changed.
+    `longest_wait_s`: a reply whose objects have not come by then is an error reply (MESSAGE_UNAVAILABLE).
+    Without it, a client that dies while it uploads holds up `pull_messages` for Flower's three minutes.
     """
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
     defaults = pull_objects.__kwdefaults__ or {}
-    if not {"initial_backoff", "backoff_cap", "max_tries_per_object"} <= set(defaults):
+    if not {"initial_backoff", "backoff_cap", "max_tries_per_object", "max_time"} <= set(defaults):
         return  # Another flwr: slow, but right.
-    # No bound on the number of tries: `max_time` (two hours) stays the bound.
+    # The number of tries is no bound any more: the time is.
     defaults.update(initial_backoff=PULL_BACKOFF_S, backoff_cap=PULL_BACKOFF_CAP_S, max_tries_per_object=None)
+    if longest_wait_s is not None:
+        defaults.update(max_time=longest_wait_s)

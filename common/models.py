@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.errors import SettingsError
-from common.seeds import derive
+from common.seeds import derive, torch_seeded
 from common.tasks.base import Task
 from common.vector import FlatModel
 
@@ -15,8 +15,7 @@ def build(task: Task, seed: int, device: torch.device | str = "cpu") -> FlatMode
 
     Raises SettingsError if the task's model cannot be built.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "model"))
+    with torch_seeded(derive(seed, "model"), torch.device("cpu")):
         try:
             module = task.model()
         except SettingsError:

@@ -178,10 +178,18 @@ def _chunks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def norm(vector: Tensor) -> float:
-    """The L2 norm, summed in float64: not finite exactly if an entry of a float32 vector is not."""
+    """The L2 norm, chunks summed in float64: not finite exactly if an entry of a float32 vector is not."""
     flat = vector.reshape(-1)
-    parts = (flat[a:b].double() for a, b in _chunks(flat.numel()))
-    return math.sqrt(sum(float(torch.dot(part, part)) for part in parts))
+    return math.sqrt(sum(_squares(flat[start:stop]) for start, stop in _chunks(flat.numel())))
+
+
+def _squares(part: Tensor) -> float:
+    """Sum of squares. In the vector's own precision where that can hold it, which is three times as fast."""
+    total = float(torch.dot(part, part)) if part.dtype in (torch.float32, torch.float64) else math.inf
+    if math.isfinite(total):
+        return total
+    wide = part.double()
+    return float(torch.dot(wide, wide))
 
 
 def mean_pairwise_cosine(vectors: Sequence[Tensor], norms: Sequence[float]) -> float | None:

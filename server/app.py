@@ -83,6 +83,9 @@ def run(
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)
             raise
+        except KeyboardInterrupt:
+            folder.set_status("stopped", exit_code=130)
+            raise
         except BaseException as error:
             folder.set_status("failed", error=repr(error), exit_code=1, traceback=traceback.format_exc())
             raise

@@ -48,17 +48,14 @@ def run(
     with folder.open(resume):
         # The server app locks the folder itself; what an earlier run left there must not be taken for its word.
         folder.set_status("starting")
+    link = SuperLink(logs / "superlink.log", fleet_port=fleet_port, control_port=control_port)
+    memory = folder.path / "memory"
+    # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a round
+    # in hand must not be completed without those that stopped a moment earlier.
     with (
         _terminated_as_interrupt(),
-        SuperLink(logs / "superlink.log", fleet_port=fleet_port, control_port=control_port) as link,
-        start_clients(
-            link.fleet_address,
-            names,
-            memory_root=folder.path / "memory",
-            log_dir=logs,
-            device=device,
-            options=(),
-        ) as clients,
+        start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device) as clients,
+        link,
     ):
         if not names:
             display.say(f"waiting for clients: python -m client join --server {link.fleet_address} --name NAME")

@@ -18,8 +18,9 @@ from common.experiment import Experiment
 from common.files import write_atomically
 from common.vector import State
 
-HISTORY, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
+HISTORY, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
     "history.jsonl",
+    "roll.json",
     "experiment.toml",
     "model.safetensors",
     "run.json",
@@ -99,6 +100,10 @@ class RunFolder:
         """The final model as named tensors that load into the plain torch model."""
         write_atomically(self.path / MODEL, save(tensors))
         return self.path / MODEL
+
+    def save_roll(self, members: list[dict[str, Any]]) -> None:
+        """Who was on the roll before round 1, with numbers of examples, class counts (if shared) and versions."""
+        write_atomically(self.path / ROLL, json.dumps(members, indent=1).encode())
 
     def set_status(self, status: str, **more: Any) -> None:
         """What became of the run: "running", "finished" or "failed", and why."""

@@ -34,6 +34,16 @@ __all__ = [
 ]
 
 
+# Its own program, but without a line of log for each of the dozens of requests of a round.
+_START = """
+import os
+from flwr.supercore.logger import update_console_handler
+from flwr.superlink.cli.flower_superlink import flower_superlink
+update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
+flower_superlink()
+"""
+
+
 class SuperLink:
     """A `flower-superlink` of this environment on 127.0.0.1; a context manager that stops all it started.
 
@@ -96,10 +106,9 @@ class SuperLink:
         return self.family.process.pid
 
     def _command(self) -> list[str]:
-        start = "from flwr.superlink.cli.flower_superlink import flower_superlink as run; run()"
         options = "--insecure --isolation subprocess --disable-runtime-dependency-installation --host 127.0.0.1"
         ports = ["--port", str(self.control_port), "--fleet-api-address", self.fleet_address]
-        return [sys.executable, "-c", start, *options.split(), *ports]
+        return [sys.executable, "-c", _START, *options.split(), *ports]
 
     def _wait(self) -> None:
         end = time.monotonic() + self._start_timeout_s

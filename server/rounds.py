@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flwr.app import Message
@@ -129,6 +129,7 @@ class Rounds:
             raise SettingsError(
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
+        self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
         steps = max(member.steps for member in roster.members.values())
         if warning := self._strategy.caution(self._experiment, steps):
             self._say(f"warning: {warning}")

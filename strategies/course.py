@@ -103,7 +103,8 @@ class Course:
             self.state |= {name: self.state[name] * (before / after) for name in self.strategy.trackers}
 
     def _mass(self) -> int:
-        return len(self.known) if self.strategy.weights == "uniform" else self.total
+        """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
+        return sum(count > 0 for count in self.known.values()) if self.strategy.weights == "uniform" else self.total
 
     def lr(self, round: int) -> float:
         """The local rate of a round: from the server's round, also for a client that skipped some."""
@@ -243,10 +244,10 @@ class Course:
         """
         ordered = sorted(uploads, key=lambda upload: upload.name)
         uniform = self.strategy.weights == "uniform"
-        cohort, total = sum(upload.examples for upload in ordered), self.total
+        cohort, mass = sum(upload.examples for upload in ordered), self._mass()
         for upload in ordered:
             upload.weight = 1 / len(ordered) if uniform else upload.examples / cohort
-            upload.tracker_weight = 1 / len(self.known) if uniform else self.known[upload.name] / total
+            upload.tracker_weight = 1 / mass if uniform else self.known[upload.name] / mass
         try:
             state = self.strategy.aggregate(self.state, ordered)
         except ArithmeticError as error:

@@ -27,7 +27,7 @@ class FlowerLoop:
     def __init__(self, course: Course, members: Mapping[str, Member]) -> None:
         self._course = course
         self._members = members
-        self._asked: set[str] = set()
+        self._asked: dict[str, Message] = {}
 
     @classmethod
     def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
@@ -58,21 +58,19 @@ class FlowerLoop:
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = course.experiment.round
         chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
-        self._asked = set(chosen)
         course.keep_from = dict(course.accepted)  # without checkpoints nobody asks for an older version
-        messages = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
-        return list(messages.values())
+        self._asked = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
+        return list(self._asked.values())
 
     def close_round(self, round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the valid replies; lost client memory starts a new generation and leaves the model as it is."""
         uploads, lost = [], False
+        names = {message.metadata.message_id: name for name, message in self._asked.items()}
         for message in replies:
             try:
                 reply = read_reply(message)
-                name = reply.head.client
-                if name not in self._asked or self._members[name].node != message.metadata.src_node_id:
-                    raise Refused("mismatch", f"client {name!r} has replied already, or was not asked")
-                self._asked.remove(name)
+                if (name := names.pop(message.metadata.reply_to_message_id, None)) is None:
+                    raise Refused("mismatch", "a reply to no message of this round, or a second one")
                 uploads.append(self._course.check(round, name, reply))
             except Refused as error:
                 lost |= error.cause == "memory-lost"

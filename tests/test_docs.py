@@ -18,7 +18,7 @@ def rows(heading: str) -> list[list[str]]:
     """The cells of the first table under a heading of the README."""
     section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2 if "---" in lines[1] else 1 :]]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def test_algorithm_table_is_the_registry() -> None:

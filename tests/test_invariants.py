@@ -17,6 +17,7 @@ from server.app import run as run_experiment
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
 from strategies.base import Upload
+from strategies.course import Member
 from tests.helpers import ALGORITHMS, Simulation, copies, experiment
 
 LOCAL = {"lr": 0.05}
@@ -81,6 +82,18 @@ def test_a_client_that_joins_dilutes_the_control(tmp_path: Path, weights: str) -
             assert imbalance(simulation) < 1e-12
     assert all(simulation.memory(name) for name in "012345")
     assert simulation.rest().distance(simulation.task.minimizer(weights)) < 1e-12
+
+
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+def test_a_client_without_training_examples_does_not_count(tmp_path: Path, weights: str) -> None:
+    """It never trains, has no part in the objective and no c_i: N and n are those of the others."""
+    alone, beside = (scaffold(tmp_path, weights) for _ in range(2))
+    beside.course.admit([Member("watcher", 0, 0, 5, 1)])
+    alone.run(3)
+    beside.run(3)
+    beside.course.admit([Member("another", 0, 0, 5, 1)])
+    assert torch.equal(alone.run(3), beside.run(3))
+    assert torch.equal(alone.course.state["control"], beside.course.state["control"])
 
 
 def test_a_client_that_comes_back_changes_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from client.fleet import server_address
 from client.node import poll_delay
 from common import flower
 from common.errors import RunError, SettingsError
-from server.control import bundle, online_nodes, run_log, run_status, submit_run
+from server.control import bundle, online_nodes, run_log, run_status, stop_run, submit_run
 from server.launch import SuperLink
 from server.processes import Family, free_ports, stop
 
@@ -114,6 +114,37 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
         assert step["replies"] == [{"same": True, "seen": 1, "name": "a"}]
         assert family.process.wait(10) == 0
         assert not online_nodes(link.control_address)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp_path: Path) -> None:
+    control, fleet = free_ports(2)
+    log = tmp_path / "a.log"
+    with node(f"127.0.0.1:{fleet}", "a", tmp_path):
+        with SuperLink(tmp_path / "1.log", control_port=control, fleet_port=fleet) as link:
+            run_id = start(link, tmp_path / "1.json", "sleep1")
+            until(lambda: "doing sleep1" in log.read_text())
+            stop_run(link.control_address, run_id)
+            until(lambda: f"run {run_id} has ended" in log.read_text())
+            start(link, tmp_path / "2.json", "sleep2")
+            until(lambda: "doing sleep2" in log.read_text())
+            os.kill(link.pid, signal.SIGKILL)
+        with SuperLink(tmp_path / "2.log", control_port=control, fleet_port=fleet) as link:
+            out = tmp_path / "3.json"
+            [step] = finish(link, start(link, out, "echo"), out)
+    assert step["replies"] == [{"same": True, "seen": 1, "name": "a"}]
+    assert "does not know this node any more" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_sigterm_ends_a_node_that_waits_for_its_server(tmp_path: Path) -> None:
+    with node(f"127.0.0.1:{free_ports(1)[0]}", "a", tmp_path) as family:
+        until(lambda: "no Flower server" in family.tail())
+        family.process.terminate()
+        assert family.process.wait(5) == 0
 
 
 @pytest.mark.slow

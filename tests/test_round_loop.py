@@ -1,4 +1,4 @@
-"""Who is waited for, and how long: quorum, deadline, over-selection, late and doubled replies, nodes that come and go."""
+"""Who is waited for, and how long: quorum, deadline, over-selection, late replies, nodes that come and go, garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No reply can break a run: a wrong one costs its client the round, with the reason in the history, and nothing else."""
+"""No reply can break a run: a wrong one costs its client the round, its reason in the history, and nothing else."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def test_large_values_that_cancel_have_one_sum(tmp_path: Path) -> None:
     for number, order in enumerate(itertools.permutations(range(3))):
 
         def lie(name: str, round: int, reply: Message) -> Message:
-            put(lambda v: torch.full_like(v, values[name]))(reply)
+            if name:
+                put(lambda v: torch.full_like(v, values[name]))(reply)
             return reply
 
         def arrange(replies: list[Message], order: tuple[int, ...] = order) -> list[Message]:

@@ -103,7 +103,7 @@ def test_reading_makes_no_copy() -> None:
         (Array("float32", (0,), RAW, b"1234"), "4 bytes for shape (0,)"),
         (Array("float32", (-1, -1), RAW, b"1234"), "4 bytes for shape (-1, -1)"),
         (Array("float32", (-2,), RAW, b""), "0 bytes for shape (-2,)"),
-        (Array("float32", (2**31 - 1, 2**31 - 1, 2**31 - 1, 0), RAW, b""), "shape (2147483647, 2147483647, 2147483647, 0): "),
+        (Array("float32", (2**31 - 1, 2**31 - 1, 2**31 - 1, 0), RAW, b""), "shape (2147483647, 2147483647,"),
         (Array("float31", (1,), RAW, b"1234"), "dtype 'float31' is unknown"),
         (Array("object", (1,), RAW, b"12345678"), "dtype 'object' is unknown"),
         (Array("float32", (1,), "pickle", b"1234"), "array of type 'pickle' cannot be read"),

@@ -171,6 +171,16 @@ def test_what_a_client_was_given_stays_as_it_is(strategy: str) -> None:
     assert (sha256(upload.vectors), sha256(work.kept)) == left
 
 
+def test_a_client_may_keep_its_live_model() -> None:
+    """`keep` copies what lies in the storage that the next client overwrites, also a part of it; no more."""
+    work, other = simulate().work("0"), torch.ones(3)
+    work.keep(whole=work.vector, part=work.vector[2:4], other=other)
+    before = sha256(work.kept)
+    work.vector.fill_(7.0)
+    assert sha256(work.kept) == before
+    assert work.kept["other"].data_ptr() == other.data_ptr()
+
+
 def test_a_run_leaves_torchs_generator_as_it_was(tmp_path: Path) -> None:
     """Through real messages, with dropout; and the state before decides nothing."""
     values = settings().model_dump(exclude_unset=True) | {"rounds": 2}
