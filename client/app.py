@@ -12,16 +12,13 @@ from flwr.clientapp import ClientApp
 from client.memory import ContextMemory
 from client.session import VERSIONS, Session, hosted, memory_of
 from client.work import LocalWork
-from common import wire
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.messages import (
-    ASSIGNED,
-    BUFFERS,
     HEAD,
-    STATE,
+    METRICS,
     EvaluateHead,
     ReplyHead,
     RollHead,
@@ -30,6 +27,7 @@ from strategies.messages import (
     read_head,
     reply_content,
     scalars,
+    tensors_of,
     write_head,
 )
 
@@ -115,8 +113,9 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
 
     stage[0] = "train"
     started = time.perf_counter()
-    received = _to(wire.from_records(message.content.array_records[STATE]), session.device)
-    session.model.load(received["model"], wire.from_records(message.content.array_records[BUFFERS]))
+    state, buffers = tensors_of(message.content)
+    received = _to(state, session.device)
+    session.model.load(received["model"], buffers)
     work = LocalWork(
         task=session.task,
         model=session.model,
@@ -130,7 +129,7 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
         lr=head.lr,
         share=head.share,
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
-        assigned=scalars(message.content.metric_records.get(ASSIGNED)),
+        assigned=scalars(message.content.metric_records.get(METRICS)),
     )
     seed = derive(session.experiment.seed, "torch", head.client, head.round)
     with torch_seeded(seed, session.device):
@@ -139,7 +138,7 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
 
     stage[0] = "save"
     if strategy.memory != "none":
-        home.save(head.run, head.client, head.generation, head.round, work.kept, head.keep_from)
+        home.save(head.run, head.client, head.generation, head.round, work.kept, head.keep)
     done = ReplyHead(
         head.run,
         head.client,
@@ -164,10 +163,8 @@ def _evaluate(head: EvaluateHead, message: Message, context: Context, stage: lis
         return reply_content(done)
     stage[0] = "evaluate"
     model = session.model
-    model.load(
-        wire.from_records(message.content.array_records[STATE])["model"],
-        wire.from_records(message.content.array_records[BUFFERS]),
-    )
+    state, buffers = tensors_of(message.content)
+    model.load(state["model"], buffers)
     metrics = evaluate_model(session.task, model.module, data, session.experiment.evaluate.batch_size)
     return reply_content(done, metrics=metrics)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -28,9 +28,9 @@ class Memory(Protocol):
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
         """That version, read-only; None if it is gone or damaged."""
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
-        """Store a version so that it survives what this home survives, then drop versions below `keep_from` and
-        those of older generations."""
+    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
+        """Store a version so that it survives what this home survives, then drop older generations and, in this one,
+        all other versions but those in `keep`."""
 
 
 class RamMemory:
@@ -42,9 +42,9 @@ class RamMemory:
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
         return self._versions.get((run, client), {}).get((generation, version))
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
+    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
         held = self._versions.get((run, client), {})
-        kept = {key: s for key, s in held.items() if key >= (generation, keep_from)}
+        kept = {(g, v): s for (g, v), s in held.items() if g > generation or (g == generation and v in keep)}
         self._versions[run, client] = kept | {(generation, version): state}
 
 
@@ -70,13 +70,13 @@ class DiskMemory:
             return None
         return state if about == _about(run, client, generation, version, state) else None
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
+    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
         place = self._place(run, client, generation)
         place.mkdir(parents=True, exist_ok=True)
         about = _about(run, client, generation, version, state)
         write_atomically(place / _file(version), save(state, about), self._durable)
         for old, path in self._versions(place):
-            if old < keep_from:
+            if old != version and old not in keep:
                 path.unlink(missing_ok=True)
         for sibling in place.parent.iterdir():
             if sibling.name.isdigit() and int(sibling.name) < generation:
@@ -102,16 +102,16 @@ class ContextMemory:
         record = self._records.array_records.get(self._name(run, client, generation, version))
         return None if record is None else wire.from_records(record)
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep_from: int) -> None:
+    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
         for name in list(self._records.array_records):
-            about = json.loads(name)
-            if about[:2] == [run, client] and about[2:] < [generation, keep_from]:
+            whose, held, old = json.loads(name)
+            if whose == [run, client] and (held < generation or (held == generation and old not in keep)):
                 del self._records[name]
         self._records[self._name(run, client, generation, version)] = wire.to_records(state)
 
     @staticmethod
     def _name(run: str, client: str, generation: int, version: int) -> str:
-        return json.dumps([run, client, generation, version])
+        return json.dumps([[run, client], generation, version])
 
 
 def _about(run: str, client: str, generation: int, version: int, state: State) -> dict[str, str]:

@@ -32,9 +32,9 @@ def main(grid: Grid, context: Context) -> None:
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`.
     """
-    flower.tune_flower()
     config = context.run_config
     experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
+    flower.tune_flower(longest_wait_s=experiment.round.deadline_s)
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose("runs", experiment.name, resume))

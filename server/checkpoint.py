@@ -37,8 +37,8 @@ class Checkpoint:
 class Checkpoints:
     """The kept checkpoints of a run folder.
 
-    Writing overlaps the next round: server states are never changed in place. `keep_from` therefore looks only at
-    files that are safely on disk.
+    Writing overlaps the next round: server states are never changed in place. `asked` therefore looks only at files
+    that are safely on disk.
     """
 
     def __init__(self, folder: Path, identity: str, keep: int) -> None:
@@ -78,14 +78,13 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def keep_from(self, generation: int) -> dict[str, int]:
-        """Name -> the oldest version of this generation that a kept checkpoint may ask a client for.
-
-        A client that the oldest checkpoint does not know counts as 0: that checkpoint asks it for nothing, but a
-        later one may.
-        """
-        kept = [accepted for _, (of, accepted) in sorted(self._kept.copy().items()) if of == generation]
-        return dict(kept[0]) if kept else {}
+    def asked(self, generation: int) -> dict[str, set[int]]:
+        """Name -> the versions of this generation that a run resumed from a kept checkpoint asks a client for."""
+        versions: dict[str, set[int]] = {}
+        for of, accepted in self._kept.copy().values():
+            for name, version in accepted.items() if of == generation else ():
+                versions.setdefault(name, set()).add(version)
+        return versions
 
     def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
         path = self._folder / f"{round:09d}.safetensors"

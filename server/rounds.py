@@ -172,7 +172,7 @@ class Rounds:
         sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
         attempt = Attempt(sampled)
         with _timed(attempt.seconds, "broadcast"):
-            course.keep_from = self._checkpoints.keep_from(course.generation)
+            course.keep = self._checkpoints.asked(course.generation)
             members = [roster.members[name] for name in sampled]
             messages = course.messages(round, members, settings.deadline_s + TTL_MARGIN_S)
             attempt.bytes_down = sum(wire.size(message.content) for message in messages.values())

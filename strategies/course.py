@@ -19,17 +19,15 @@ from common.seeds import derive
 from common.vector import State
 from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.messages import (
-    BUFFERS,
     HEAD,
-    STATE,
     EvaluateHead,
     Refused,
     Reply,
     RollHead,
     RollReply,
     TrainHead,
+    content_of,
     read_head,
-    train_content,
     write_head,
 )
 
@@ -58,7 +56,7 @@ class Course:
 
     `state` and `buffers` are the model and what the algorithm keeps; `known` name -> training examples of every
     client that was ever on the roll (the N and n of trackers); `accepted` name -> last accepted round of this
-    generation; `keep_from` name -> oldest version that any kept checkpoint may ask for.
+    generation; `keep` name -> versions that kept checkpoints may ask for.
     """
 
     strategy: FederatedStrategy
@@ -69,7 +67,7 @@ class Course:
     buffers: State
     known: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
-    keep_from: dict[str, int] = field(default_factory=dict)
+    keep: dict[str, set[int]] = field(default_factory=dict)
     generation: int = 1
     round: int = 0
 
@@ -120,7 +118,7 @@ class Course:
         self.generation += 1
         self.state = self.strategy.reset(self.state)
         self.accepted.clear()
-        self.keep_from.clear()
+        self.keep.clear()
 
     def messages(self, round: int, members: Sequence[Member], ttl: float) -> dict[str, Message]:
         """One TRAIN message for each member, by name. All share one copy of the broadcast."""
@@ -130,7 +128,7 @@ class Course:
         text, total = self.experiment.json(), self.total
         return {
             member.name: Message(
-                train_content(
+                content_of(
                     TrainHead(
                         experiment=text,
                         run=self.run,
@@ -138,7 +136,7 @@ class Course:
                         generation=self.generation,
                         round=round,
                         accepted=self.accepted.get(member.name, 0),
-                        keep_from=self.keep_from.get(member.name, 0),
+                        keep=self._kept(member.name),
                         share=self.known[member.name] / total,
                         lr=self.lr(round),
                         layout=self.layout,
@@ -155,6 +153,9 @@ class Course:
             for member in members
         }
 
+    def _kept(self, name: str) -> list[int]:
+        return sorted({*self.keep.get(name, ()), self.accepted.get(name, 0)} - {0})
+
     def evaluation_messages(self, round: int, members: Sequence[Member], ttl: float) -> dict[str, Message]:
         """One EVALUATE message for each member, by name."""
         state = wire.to_records({"model": self.state["model"]})
@@ -162,13 +163,7 @@ class Course:
         text = self.experiment.json()
         return {
             member.name: Message(
-                RecordDict(
-                    {
-                        HEAD: write_head(EvaluateHead(text, self.run, member.name, round, self.layout)),
-                        STATE: state,
-                        BUFFERS: buffers,
-                    }
-                ),
+                content_of(EvaluateHead(text, self.run, member.name, round, self.layout), state, buffers, {}),
                 dst_node_id=member.node,
                 message_type=MessageType.EVALUATE,
                 group_id=str(round),

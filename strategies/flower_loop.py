@@ -58,7 +58,6 @@ class FlowerLoop:
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = course.experiment.round
         chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
-        course.keep_from = dict(course.accepted)  # without checkpoints nobody asks for an older version
         self._asked = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
         return list(self._asked.values())
 

@@ -13,7 +13,7 @@ from common.experiment import Experiment, checked
 from common.vector import State
 from strategies.base import Upload
 
-HEAD, STATE, BUFFERS, METRICS, ASSIGNED = "fedkeel", "state", "buffers", "metrics", "assigned"
+HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
 TTL_MARGIN_S = 60.0
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ class TrainHead:
     round: int
     accepted: int
     """The last round of this generation whose upload from this client entered an aggregate; 0: none."""
-    keep_from: int
-    """No checkpoint of the server will ever ask for an older version than this."""
+    keep: list[int]
+    """All versions that the server may ever ask for again: the accepted one and those of its kept checkpoints."""
     share: float
     lr: float
     layout: str
@@ -140,24 +140,37 @@ def read_experiment(text: str) -> Experiment:
     return checked(Experiment, json.loads(text), "experiment in a message")
 
 
-def train_content(
-    head: TrainHead, state: ArrayRecord, buffers: ArrayRecord, assigned: Mapping[str, float]
+def content_of(
+    head: TrainHead | EvaluateHead | ReplyHead, state: ArrayRecord, buffers: ArrayRecord, numbers: Mapping[str, float]
 ) -> RecordDict:
-    """A TRAIN message's content; `state` and `buffers` are shared by all messages of a round and hashed once."""
-    content = RecordDict({HEAD: write_head(head), STATE: state, BUFFERS: buffers})
-    if assigned:
-        content[ASSIGNED] = MetricRecord({key: float(value) for key, value in assigned.items()})
+    """A message's content. Messages of a round share `state` and `buffers`, which are then hashed once.
+
+    A record costs a call to the server even if it is empty: it is left out.
+    """
+    content = RecordDict({HEAD: write_head(head), STATE: state})
+    if buffers:
+        content[BUFFERS] = buffers
+    if numbers:
+        content[METRICS] = MetricRecord({key: float(value) for key, value in numbers.items()})
     return content
+
+
+def tensors_of(content: RecordDict) -> tuple[State, State]:
+    """State and buffers of a message, read-only. Raises wire.WireError."""
+    records = content.array_records
+    return (
+        wire.from_records(records.get(STATE, ArrayRecord())),
+        wire.from_records(records.get(BUFFERS, ArrayRecord())),
+    )
 
 
 def reply_content(
     head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
     """A reply's content."""
-    content = RecordDict({HEAD: write_head(head)})
     if upload is not None:
-        content[STATE] = wire.to_records(upload.vectors)
-        content[BUFFERS] = wire.to_records(upload.buffers)
+        return content_of(head, wire.to_records(upload.vectors), wire.to_records(upload.buffers), metrics or {})
+    content = RecordDict({HEAD: write_head(head)})
     if metrics:
         content[METRICS] = MetricRecord({key: float(value) for key, value in metrics.items()})
     return content
@@ -188,8 +201,7 @@ def read_reply(message: Message) -> Reply:
     if head.status == "error":
         raise Refused("failed", head.reason)
     try:
-        state = wire.from_records(content.array_records.get(STATE, ArrayRecord()))
-        buffers = wire.from_records(content.array_records.get(BUFFERS, ArrayRecord()))
+        state, buffers = tensors_of(content)
     except wire.WireError as error:
         raise Refused("malformed", str(error)) from None
     metrics = scalars(content.metric_records.get(METRICS))

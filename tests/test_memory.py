@@ -62,7 +62,7 @@ class Protocol(RuleBasedStateMachine):
         self.truth: dict[tuple[int, int], State] = {}
         self.checkpoints = [(0, 1, 0)]
         for stranger in ((OTHER, "2"), (RUN, "3")):
-            self.home.save(*stranger, 1, 1, value(-1), 0)
+            self.home.save(*stranger, 1, 1, value(-1), [])
 
     @rule(accept=st.booleans(), save=st.booleans())
     def train(self, accept: bool, save: bool) -> None:
@@ -74,10 +74,10 @@ class Protocol(RuleBasedStateMachine):
                 self.generation, self.accepted, self.lost = self.generation + 1, 0, False
             else:
                 assert same(loaded, self.truth[self.generation, self.accepted])
-        kept = [accepted for _, generation, accepted in self.checkpoints if generation == self.generation]
+        keep = {accepted for _, generation, accepted in self.checkpoints if generation == self.generation}
         self.round, self.count = self.round + 1, self.count + 1
         self.truth[self.generation, self.round] = value(self.count)
-        self.home.save(RUN, "2", self.generation, self.round, value(self.count), kept[0] if kept else 0)
+        self.home.save(RUN, "2", self.generation, self.round, value(self.count), keep | {self.accepted})
         self.left = max(self.left, self.generation)
         if accept:
             self.accepted = self.round
@@ -100,7 +100,7 @@ class Protocol(RuleBasedStateMachine):
         """The client's disk is gone."""
         self.home, self.lost = self.fresh(), True
         for stranger in ((OTHER, "2"), (RUN, "3")):
-            self.home.save(*stranger, 1, 1, value(-1), 0)
+            self.home.save(*stranger, 1, 1, value(-1), [])
 
     def teardown(self) -> None:
         if hasattr(self, "home"):
@@ -158,20 +158,20 @@ HOMES: dict[str, Callable[[Path], Memory]] = {
 
 @pytest.mark.parametrize("home", HOMES)
 def test_versions_are_pruned_and_generations_left_behind(home: str, tmp_path: Path) -> None:
-    """Below `keep_from` nothing stays, nor does an older generation; a late older generation touches no newer one."""
+    """What is not to be kept goes, and so does an older generation; a late older generation touches no newer one."""
     memory = HOMES[home](tmp_path)
 
     def there(generation: int) -> list[int]:
         return [v for v in range(9) if memory.load(RUN, "2", generation, v) is not None]
 
     for version in (1, 2, 4, 5):
-        memory.save(RUN, "2", 1, version, value(version), 0)
+        memory.save(RUN, "2", 1, version, value(version), range(9))
     assert there(1) == [1, 2, 4, 5]
-    memory.save(RUN, "2", 1, 6, value(6), 4)
-    assert there(1) == [4, 5, 6]
-    memory.save(RUN, "2", 2, 7, value(7), 0)
+    memory.save(RUN, "2", 1, 6, value(6), [2, 3, 5])
+    assert there(1) == [2, 5, 6]
+    memory.save(RUN, "2", 2, 7, value(7), [5])
     assert (there(1), there(2)) == ([], [7])
-    memory.save(RUN, "2", 1, 8, value(8), 8)
+    memory.save(RUN, "2", 1, 8, value(8), [])
     assert there(2) == [7]
     assert memory.load(RUN, "2", 3, 7) is None
 
@@ -188,8 +188,8 @@ def test_every_kind_of_number_survives(home: str, tmp_path: Path) -> None:
         "none": torch.empty(0),
         "half": torch.tensor([[6e-8], [65504.0]], dtype=torch.float16),
     }
-    memory.save(RUN, "2", 1, 1, state, 0)
-    memory.save(RUN, "2", 1, 2, {}, 0)
+    memory.save(RUN, "2", 1, 1, state, [])
+    memory.save(RUN, "2", 1, 2, {}, [1])
     assert same(memory.load(RUN, "2", 1, 1), state)
     assert memory.load(RUN, "2", 1, 2) == {}
 
@@ -198,7 +198,7 @@ def test_every_kind_of_number_survives(home: str, tmp_path: Path) -> None:
 
 
 def stored(folder: Path) -> tuple[DiskMemory, Path]:
-    DiskMemory(folder, durable=False).save(RUN, "2", 1, 3, value(3), 0)
+    DiskMemory(folder, durable=False).save(RUN, "2", 1, 3, value(3), [])
     return DiskMemory(folder), folder / RUN / "2" / "1" / "000000003.safetensors"
 
 
@@ -245,11 +245,11 @@ def test_a_crash_before_the_rename_leaves_the_old_version(tmp_path: Path, monkey
         patched.setattr(Path, "replace", killed)
         for version in (3, 4):
             with pytest.raises(KeyboardInterrupt):
-                memory.save(RUN, "2", 1, version, value(9), 0)
+                memory.save(RUN, "2", 1, version, value(9), [3])
     assert len(list(path.parent.iterdir())) == 3
     assert same(memory.load(RUN, "2", 1, 3), value(3))
     assert memory.load(RUN, "2", 1, 4) is None
-    memory.save(RUN, "2", 1, 4, value(4), 0)
+    memory.save(RUN, "2", 1, 4, value(4), [3])
     assert same(memory.load(RUN, "2", 1, 4), value(4))
 
 
@@ -262,7 +262,7 @@ def test_a_full_disk_leaves_the_old_version_and_no_rest(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        memory.save(RUN, "2", 1, 3, value(9), 0)
+        memory.save(RUN, "2", 1, 3, value(9), [])
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert same(memory.load(RUN, "2", 1, 3), value(3))
 
@@ -271,9 +271,9 @@ def test_only_durable_memory_is_flushed(tmp_path: Path, monkeypatch: pytest.Monk
     """The file and its folder, before `save` returns; simulations leave it to the system."""
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", flushed.append)
-    DiskMemory(tmp_path, durable=False).save(RUN, "2", 1, 1, value(1), 0)
+    DiskMemory(tmp_path, durable=False).save(RUN, "2", 1, 1, value(1), [])
     assert flushed == []
-    DiskMemory(tmp_path).save(RUN, "2", 1, 2, value(1), 0)
+    DiskMemory(tmp_path).save(RUN, "2", 1, 2, value(1), [])
     assert len(flushed) == 2
 
 
@@ -285,7 +285,7 @@ def test_names_from_the_network_stay_in_the_folder(name: str, tmp_path: Path) ->
         with pytest.raises(ValueError, match="cannot name a folder"):
             memory.load(run_name, client, 1, 1)
         with pytest.raises(ValueError, match="cannot name a folder"):
-            memory.save(run_name, client, 1, 1, value(1), 0)
+            memory.save(run_name, client, 1, 1, value(1), [])
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -24,7 +24,7 @@ from strategies import REGISTRY
 from tests.faults import Ran, ran, run, toy
 
 ROOT = Path(__file__).resolve().parents[1]
-UNLIKE = ("seconds", "bytes_down", "late")  # time, digits of `keep_from`, and what is counted by a process
+UNLIKE = ("seconds", "bytes_down", "late")  # time, versions to keep, and what is counted by a process
 
 
 def digits(algorithm: str, rounds: int = 10, **tables: Any) -> Experiment:

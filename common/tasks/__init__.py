@@ -49,9 +49,7 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
     except Exception as error:
         raise SettingsError(f"{what} with {settings.options} failed: {_cause(error)}") from error
     if not isinstance(task, Task):
-        raise SettingsError(
-            f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}"
-        )
+        raise SettingsError(f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}")
     return task
 
 

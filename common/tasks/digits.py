@@ -55,9 +55,7 @@ class Classification(Task):
     def client(self, name: str, file: str | None = None) -> ClientData:
         """The examples that the plan gives to client `name`."""
         if file is not None:
-            raise SettingsError(
-                f"client {name!r}: this task reads no file of a site ({file!r}); task 'npz' does"
-            )
+            raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'npz' does")
         names = self.names()
         if name not in names:
             raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
@@ -97,9 +95,7 @@ def cnn(shape: tuple[int, ...], width: int, classes: int) -> nn.Sequential:
         # No bias: BatchNorm takes the mean out again.
         layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
         layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(2 * width * (height // 4) * (breadth // 4), classes)
-    )
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * width * (height // 4) * (breadth // 4), classes))
 
 
 class DigitsSettings(Section):

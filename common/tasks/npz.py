@@ -57,9 +57,7 @@ class NpzSettings(Section):
     model: Literal["cnn", "mlp"] | None = Field(None, description="default: cnn for images, mlp for vectors")
     width: int | None = Field(None, ge=1, description="default: 32 channels (cnn) or 64 hidden units (mlp)")
     dtype: Literal["float32", "float64"] = "float32"
-    limit: int | None = Field(
-        None, ge=1, description="at most so many training and test examples, by the seed"
-    )
+    limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")
     classes: int | None = Field(None, ge=1, description="default: key `classes`, else the largest label + 1")
     shape: tuple[int, ...] | None = Field(None, description="of one input; default: from the file")
 
@@ -219,9 +217,7 @@ def _take(file: NpzFile, role: str, settings: NpzSettings, path: Path) -> NDArra
     named: str | None = getattr(settings, role)
     key = named or next((key for key in KEYS[role] if key in file.files), None)
     if named is not None and named not in file.files:
-        raise SettingsError(
-            f"task.{role} = {named!r}: {path} has no such key; allowed: {', '.join(file.files)}"
-        )
+        raise SettingsError(f"task.{role} = {named!r}: {path} has no such key; allowed: {', '.join(file.files)}")
     if key is None and role in ("inputs", "labels"):
         raise SettingsError(
             f"{path}: none of its keys ({', '.join(file.files)}) is known for the {role} "
@@ -255,9 +251,7 @@ def _declared_classes(file: NpzFile, path: Path) -> int | None:
 def _examples(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype: str, source: str) -> Examples:
     """Tensors of checked arrays: uint8 inputs as they are, others in `dtype`; int64 targets."""
     if inputs is None or labels is None:
-        raise SettingsError(
-            f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none"
-        )
+        raise SettingsError(f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none")
     if inputs.dtype.kind not in "fiu" or inputs.ndim not in (2, 3, 4):
         raise SettingsError(
             f"{source}: inputs are {inputs.dtype} {inputs.shape}; "
@@ -276,9 +270,7 @@ def _examples(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype: s
 def _fit(examples: Examples, shape: tuple[int, ...], classes: int, source: str) -> None:
     """Check that examples have the run's input shape and classes."""
     if tuple(examples.inputs.shape[1:]) != shape:
-        raise SettingsError(
-            f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}"
-        )
+        raise SettingsError(f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}")
     targets = examples.targets
     if len(targets) and not (targets.min() >= 0 and targets.max() < classes):
         raise SettingsError(

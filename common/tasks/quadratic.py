@@ -149,22 +149,16 @@ def _checked(arrays: dict[str, NDArray[Any]], source: str) -> dict[str, NDArray[
     """The arrays as float64 and int64, or SettingsError naming the key, its value and what is allowed."""
     centers = arrays["centers"]
     if centers.ndim != 2 or 0 in centers.shape:
-        raise SettingsError(
-            f"{source}: centers has shape {centers.shape}; allowed: (n, d), neither of them 0"
-        )
+        raise SettingsError(f"{source}: centers has shape {centers.shape}; allowed: (n, d), neither of them 0")
     sizes = dict(zip("nd", centers.shape, strict=True))
     result: dict[str, NDArray[Any]] = {}
     for key, dimensions in KEYS.items():
         array, shape = arrays[key], tuple(sizes[dimension] for dimension in dimensions)
         whole, positive = key in ("steps", "examples"), key in ("curvatures", "steps", "examples")
         if array.shape != shape:
-            raise SettingsError(
-                f"{source}: {key} has shape {array.shape}; with these centers it must be {shape}"
-            )
+            raise SettingsError(f"{source}: {key} has shape {array.shape}; with these centers it must be {shape}")
         if array.dtype.kind not in ("iu" if whole else "iuf"):
-            raise SettingsError(
-                f"{source}: {key} is {array.dtype}; allowed: {'integers' if whole else 'numbers'}"
-            )
+            raise SettingsError(f"{source}: {key} is {array.dtype}; allowed: {'integers' if whole else 'numbers'}")
         if not np.isfinite(array).all() or (positive and array.min() <= 0):
             allowed = "finite numbers above 0" if positive else "finite numbers"
             raise SettingsError(f"{source}: {key} has {array.min()} among its values; allowed: {allowed}")
