@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from common import tasks, wire
-from common.errors import RunError
+from common.errors import RunError, SettingsError
 from common.models import build
 from common.vector import BUFFERS
 from strategies.base import FederatedStrategy
@@ -31,7 +31,10 @@ class FlowerLoop:
 
     @classmethod
     def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
-        """Call the roll once and put the initial arrays ("model", "buffers.*") on course."""
+        """Call the roll once and put the initial arrays ("model", "buffers.*") on course.
+
+        Raises SettingsError for a node that must not take part and RunError if there is none.
+        """
         if "experiment" not in config:
             raise RunError("start(...) needs train_config=config_of(experiment)")
         experiment = read_experiment(str(config["experiment"]))
@@ -44,9 +47,16 @@ class FlowerLoop:
         replies = grid.send_and_receive(
             roll_messages(experiment, course.run, grid.get_node_ids(), deadline), timeout=deadline
         )
-        members = {
-            member.name: member for reply in replies for member in members_of(reply, course, task.plan_hash())[0]
-        }
+        members: dict[str, Member] = {}
+        for reply in replies:
+            try:
+                entering, _ = members_of(reply, course, task.plan_hash())
+            except Refused as error:
+                raise SettingsError(str(error)) from None
+            for member in entering:
+                node = members.setdefault(member.name, member).node
+                if node != member.node:
+                    raise SettingsError(f"client {member.name!r} is here twice, on nodes {node} and {member.node}")
         if not any(member.examples for member in members.values()):
             raise RunError("no client answered the roll call")
         course.admit(members.values())

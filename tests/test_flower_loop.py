@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result
 from client.app import app
 from client.memory import DiskMemory
 from common import wire
-from common.errors import RunError
+from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.vector import sha256
 from server.inprocess import InProcessGrid
@@ -57,6 +57,30 @@ def test_the_weights_are_those_of_our_loop(algorithm: str, sampled: int | None, 
     assert weights(start(settings)) == ran(tmp_path, settings).history[-1]["sha256"]
 
 
+def test_the_order_of_arrival_changes_no_bit() -> None:
+    """1e30 + 1 - 1e30 is 0 or 1 even in float64, by the order; Flower's own strategies sum as replies arrive."""
+    values = {"0": 1e30, "1": 1.0, "2": -1e30}
+
+    def lie(name: str, round: int, reply: Message) -> Message:
+        if reply.metadata.message_type == "train":
+            put(lambda v: torch.full_like(v, values[name]))(reply)
+        return reply
+
+    settings = toy(task={"sizes": [4, 4, 4]})
+    orders: list[Callable[[list[Message]], list[Message]]] = [list, lambda replies: replies[::-1]]
+    orders.append(lambda replies: replies[1:] + replies[:1])
+    # Flower's `send_and_receive` of this grid answers one by one: the order is that of the messages.
+    found = set()
+    for order in orders:
+
+        class Shuffled(FaultyGrid):
+            def send_and_receive(self, messages: Any, *, timeout: float | None = None, order: Any = order) -> Any:
+                return order(list(super().send_and_receive(messages, timeout=timeout)))
+
+        found.add(weights(start(settings, Shuffled(lie), rounds=1)))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_on_digits_and_with_metrics(algorithm: str, tmp_path: Path) -> None:
     """Training loss and the clients' metrics, weighted by examples, are those of our history."""
@@ -85,11 +109,10 @@ def test_on_digits_and_with_metrics(algorithm: str, tmp_path: Path) -> None:
     ids=["lost", "no examples", "unknown name", "another's name", "NaN", "no metrics", "nothing"],
 )
 def test_a_bad_reply_is_dropped(change: Callable[[Message], Any], tmp_path: Path) -> None:
-    """As in our loop: the round is made of the other four, whoever comes first, and the run goes on."""
+    """As in our loop: the round is made of the other four, and the run goes on."""
     settings = toy("scaffold")
     lost = ran(tmp_path, settings, FaultyGrid(lies("4", fail)))
-    for order in (list, lambda replies: replies[::-1]):
-        assert weights(start(settings, FaultyGrid(lies("4", change), order=order))) == lost.history[-1]["sha256"]
+    assert weights(start(settings, FaultyGrid(lies("4", change)))) == lost.history[-1]["sha256"]
 
 
 def test_a_doubled_reply_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,11 +174,16 @@ def test_evaluation_counts_only_what_was_asked(examples: int) -> None:
 
 
 def test_what_start_needs_is_told() -> None:
-    """The experiment in `train_config`, and somebody who answers the roll call."""
+    """The experiment in `train_config`, nodes that fit and have names of their own, and at least one of them."""
     settings = toy()
     with pytest.raises(RunError, match=r"start\(...\) needs train_config=config_of\(experiment\)"):
         create(settings).start(InProcessGrid(app), arrays(settings), num_rounds=1)
+    with pytest.raises(SettingsError, match="holds a model with layout 0000"):
+        start(settings, FaultyGrid(lies("", head(layout="0000"), round=0)))
     grid = FaultyGrid()
+    grid.nodes = lambda: [2, 7]
+    with pytest.raises(SettingsError, match="client '0' is here twice, on nodes 2 and 7"):
+        start(settings, grid)
     grid.nodes = list
     with pytest.raises(RunError, match="no client answered the roll call"):
         start(settings, grid)

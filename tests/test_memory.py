@@ -324,6 +324,15 @@ def test_the_home_changes_no_bit(home: str, tmp_path: Path) -> None:
     assert result.final == reference.final
 
 
+def test_sparse_checkpoints_do_not_fill_the_disk(tmp_path: Path) -> None:
+    """Checkpoints every 5 rounds, two kept: a client holds what these ask for, the accepted version and the new one."""
+    memory = tmp_path / "memory"
+    settings = toy("scaffold", rounds=14, checkpoint={"every": 5, "keep": 2})
+    ran(tmp_path / "run", settings, FaultyGrid(memory=str(memory)))
+    for place in memory.glob("*/*/1"):
+        assert [int(path.stem) for path in sorted(place.iterdir())] == [5, 10, 13, 14]
+
+
 def test_lost_bound_memory_starts_a_new_generation(tmp_path: Path) -> None:
     """SCAFFOLD: the try is void; in the next one c = 0 and all c_i = 0, and c is their mean again after it."""
     memory, controls = tmp_path / "memory", []

@@ -126,8 +126,8 @@ def test_over_selection_closes_the_round_at_the_sample(tmp_path: Path) -> None:
     silent = ran(tmp_path / "a", settings, FaultyGrid(held=lambda name, round, now: name in {"0", "4"}))
     assert [line["accepted"] for line in silent.history] == [["1", "2", "3"]] * 3
     assert silent.dropped(2) == {"0": "late", "4": "late"}
-    arriving = FaultyGrid(lies("0", fail), held=lambda name, round, now: name == "4")
-    failed = ran(tmp_path / "b", settings, arriving)
+    one_by_one = FaultyGrid(lies("0", fail), lambda name, round, now: name == "4", order=lambda replies: replies[:1])
+    failed = ran(tmp_path / "b", settings, one_by_one)
     assert failed.history[1]["accepted"] == ["1", "2", "3"]
     assert failed.dropped(2) == {"0": "offline: gone", "4": "late"}
 

@@ -183,14 +183,13 @@ def test_counters_and_masks_keep_their_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedadam", "fedyogi", "fedams", "fedadagrad", "fedavgm"])
 def test_buffers_never_meet_a_server_optimizer_and_nothing_becomes_float64(algorithm: str, tmp_path: Path) -> None:
-    """BatchNorm's variance is the clients' mean, above 0; the model stays float32 and the downlink's size the same."""
+    """BatchNorm's variance is the clients' mean, above 0; the model and all moments stay float32, as they are sent."""
     result = ran(tmp_path, toy(algorithm, rounds=4))
     plain = ran(tmp_path / "plain", toy("fedavg", rounds=1))
     first = ran(tmp_path / "first", toy(algorithm, rounds=1))
     assert torch.equal(first.checkpoint.buffers["buffers.float32"], plain.checkpoint.buffers["buffers.float32"])
     assert bool((result.checkpoint.buffers["buffers.float32"][3:] > 0).all())
     assert {value.dtype for value in result.checkpoint.state.values()} == {torch.float32}
-    assert len({line["bytes_down"] for line in result.history}) == 1
 
 
 def test_large_values_that_cancel_have_one_sum(tmp_path: Path) -> None:
