@@ -54,7 +54,7 @@ def bare_worker(pipe: Connection, file: str) -> None:
     import torch
     from torch.nn import functional
 
-    from common.tasks.digits import cnn
+    from common.tasks.classification import cnn
 
     torch.set_num_threads(1)
     data = np.load(file)
@@ -86,7 +86,7 @@ def bare(file: str, rounds: int, workers: int, started: float) -> None:
 
     import torch
 
-    from common.tasks.digits import cnn
+    from common.tasks.classification import cnn
 
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

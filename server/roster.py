@@ -11,8 +11,9 @@ from flwr.serverapp import Grid
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.exchange import Exchange
-from strategies.course import Course, Member, members_of, roll_messages
+from strategies.course import Course
 from strategies.messages import Refused
+from strategies.roll import Member, members_of, roll_messages
 
 POLL_S = 0.05
 
@@ -102,7 +103,7 @@ class Roster:
         return list(Exchange(self._grid).run(by_name, deadline).values())
 
     def _enter(self, node: int, reply: Message) -> None:
-        members, in_flight = members_of(reply, self._course, self._plan)
+        members, in_flight = members_of(reply, self._course.layout, self._plan)
         for name in (member.name for member in members):
             if name in self.members:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")

@@ -22,8 +22,9 @@ from server.exchange import Exchange, cause_of
 from server.folder import RunFolder
 from server.roster import Roster
 from strategies.base import FederatedStrategy, Upload
-from strategies.course import Course, NotFinite, sample
+from strategies.course import Course, NotFinite
 from strategies.messages import Refused, read_reply, usable
+from strategies.roll import sample
 
 Record = dict[str, Any]
 TTL_MARGIN_S = 60.0

@@ -168,7 +168,7 @@ class FederatedStrategy(Strategy):
         """A warning to show before round 1; `steps` is the largest number of local steps that a client announced."""
         return None
 
-    # Flower's own loop, `strategy.start(grid, arrays, train_config=course.config_of(experiment))`. Our loop,
+    # Flower's own loop, `strategy.start(grid, arrays, train_config=config_of(experiment))`. Our loop,
     # `server/rounds.py`, uses the same course and adds quorum, deadline and checkpoints.
 
     def configure_train(

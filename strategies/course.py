@@ -6,44 +6,24 @@ Here the four methods are carried over messages, once for all algorithms. `serve
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType
 
 from common import vector, wire
 from common.experiment import Experiment
-from common.seeds import derive
 from common.vector import State
 from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.messages import (
-    HEAD,
     EvaluateHead,
     Refused,
     Reply,
-    RollHead,
-    RollReply,
     TrainHead,
     content_of,
-    read_head,
-    write_head,
 )
-
-
-@dataclass(frozen=True)
-class Member:
-    """A client on the roll, by name."""
-
-    name: str
-    node: int
-    examples: int
-    evaluation: int
-    steps: int
-    device: str = ""
-    versions: str = ""
-    labels: str = ""
+from strategies.roll import Member
 
 
 class NotFinite(ArithmeticError):
@@ -102,7 +82,7 @@ class Course:
 
     def _mass(self) -> int:
         """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
-        return sum(count > 0 for count in self.known.values()) if self.strategy.weights == "uniform" else self.total
+        return self.trainers if self.strategy.weights == "uniform" else self.total
 
     def lr(self, round: int) -> float:
         """The local rate of a round: from the server's round, also for a client that skipped some."""
@@ -276,59 +256,3 @@ def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) 
 def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
     if got.shape != like.shape or got.dtype != like.dtype:
         raise Refused("layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}")
-
-
-def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
-    """The clients of a round: a function of seed, round, try and sorted names alone; sorted."""
-    ordered = sorted(names)
-    if count >= len(ordered):
-        return ordered
-    return sorted(random.Random(derive(seed, "sample", round, attempt)).sample(ordered, count))
-
-
-def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: float) -> list[Message]:
-    """One roll call for each node."""
-    head = RollHead(experiment.json(), run)
-    return [
-        Message(RecordDict({HEAD: write_head(head)}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
-        for node in nodes
-    ]
-
-
-def members_of(reply: Message, course: Course, plan: str) -> tuple[list[Member], int]:
-    """The clients in a node's answer to the roll call, and how many messages it takes at once (0: any number).
-
-    Raises Refused if the node holds another model or another split of the data, or cannot take part.
-    """
-    if reply.has_error():
-        raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
-    answer = read_head(RollReply, reply.content)
-    if answer.error:
-        raise Refused("roll call failed", answer.error)
-    lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
-    if len(lengths) != 1 or len(set(answer.names)) != len(answer.names):
-        raise Refused("malformed", f"roll of clients {answer.names[:5]}")
-    if min([0, *answer.examples, *answer.evaluation]) < 0:
-        raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
-    who = f"client {', '.join(map(repr, answer.names[:3]))}"
-    if answer.layout != course.layout:
-        raise Refused(
-            "layout",
-            f"{who} holds a model with layout {answer.layout}, the server's is {course.layout}: the task's settings, "
-            "code or frozen weights differ",
-        )
-    if plan and answer.plan and answer.plan != plan:
-        raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
-    columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
-    node = reply.metadata.src_node_id
-    return [
-        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
-        for name, examples, evaluation, steps, labels in columns
-    ], answer.in_flight
-
-
-def config_of(experiment: Experiment) -> ConfigRecord:
-    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    from strategies import resolve
-
-    return ConfigRecord({"experiment": resolve(experiment).json()})

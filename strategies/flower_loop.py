@@ -12,11 +12,13 @@ from flwr.serverapp import Grid
 
 from common import tasks, wire
 from common.errors import RunError, SettingsError
+from common.experiment import Experiment
 from common.models import build
 from common.vector import BUFFERS
 from strategies.base import FederatedStrategy
-from strategies.course import Course, Member, NotFinite, members_of, roll_messages, sample
+from strategies.course import Course, NotFinite
 from strategies.messages import Refused, Reply, read_experiment, read_reply
+from strategies.roll import Member, members_of, roll_messages, sample
 
 MODEL = "model"
 
@@ -50,7 +52,7 @@ class FlowerLoop:
         members: dict[str, Member] = {}
         for reply in replies:
             try:
-                entering, _ = members_of(reply, course, task.plan_hash())
+                entering, _ = members_of(reply, layout, task.plan_hash())
             except Refused as error:
                 raise SettingsError(str(error)) from None
             for member in entering:
@@ -127,3 +129,10 @@ class FlowerLoop:
 
     def _arrays(self) -> ArrayRecord:
         return wire.to_records({MODEL: self._course.state[MODEL], **self._course.buffers})
+
+
+def config_of(experiment: Experiment) -> ConfigRecord:
+    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
+    from strategies import resolve
+
+    return ConfigRecord({"experiment": resolve(experiment).json()})

@@ -21,8 +21,9 @@ from common.tasks.quadratic import write
 from common.vector import State
 from strategies import REGISTRY, create
 from strategies.base import Upload
-from strategies.course import Course, Member, sample
+from strategies.course import Course
 from strategies.messages import Reply, ReplyHead
+from strategies.roll import Member, sample
 
 ALGORITHMS = sorted(REGISTRY)
 

@@ -13,7 +13,8 @@ from common import server_optimizers
 from common.experiment import Experiment, ServerSettings
 from common.vector import sha256, weighted_sum
 from strategies.base import Upload
-from strategies.course import mean_buffers, sample
+from strategies.course import mean_buffers
+from strategies.roll import sample
 from tests.helpers import ALGORITHMS, Simulation, experiment
 
 LOCAL = {"lr": 0.05}

@@ -22,7 +22,7 @@ from common.vector import sha256
 from server.inprocess import InProcessGrid
 from server.prepare import prepare
 from strategies import REGISTRY, create
-from strategies.course import config_of
+from strategies.flower_loop import config_of
 from strategies.messages import METRICS
 from tests.faults import FaultyGrid, fail, head, lies, put, ran, toy
 from tests.test_resume import digits

@@ -17,7 +17,7 @@ from server.app import run as run_experiment
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
 from strategies.base import Upload
-from strategies.course import Member
+from strategies.roll import Member
 from tests.helpers import ALGORITHMS, Simulation, copies, experiment
 
 LOCAL = {"lr": 0.05}

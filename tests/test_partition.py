@@ -92,9 +92,7 @@ print(json.dumps({name: make_plan(kind, LABELS, GROUPS, 5).hash for name, kind i
 """
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     expected = {name: make_plan(kind, LABELS, GROUPS, 5).hash for name, kind in KINDS.items()}

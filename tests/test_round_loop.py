@@ -17,8 +17,8 @@ from client.app import app
 from common import wire
 from common.errors import RunError, SettingsError
 from server.inprocess import NODE, InProcessGrid
-from strategies.course import Member, sample
 from strategies.messages import HEAD, METRICS, STATE, Refused, ReplyHead, RollReply
+from strategies.roll import Member, sample
 from tests.faults import BUFFERS, FaultyGrid, Ran, fail, head, lies, put, ran, run, toy
 from tests.helpers import Simulation, experiment
 

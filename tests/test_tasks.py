@@ -28,9 +28,7 @@ def create(seed: int = 0, clients: int | None = None, kind: str = "iid", **task:
 
 def rows(*parts: Examples) -> list[tuple[float, ...]]:
     """All examples as tuples, sorted: equal lists hold the same examples."""
-    stacked = [
-        torch.cat([part.inputs.flatten(1).double(), part.targets[:, None].double()], 1) for part in parts
-    ]
+    stacked = [torch.cat([part.inputs.flatten(1).double(), part.targets[:, None].double()], 1) for part in parts]
     return sorted(map(tuple, torch.cat(stacked).tolist()))
 
 
@@ -280,9 +278,7 @@ def test_a_file_with_test_arrays_has_a_central_test_set(tmp_path: Path) -> None:
     """Only labels up to 3 in training, up to 5 in the test set: six classes."""
     path = tmp_path / "a.npz"
     assert create(name="npz", file=save(path)).central() is None
-    task = create(
-        name="npz", file=save(path, x_test=np.ones((3, 8, 9), np.uint8), y_test=np.array([0, 5, 1]))
-    )
+    task = create(name="npz", file=save(path, x_test=np.ones((3, 8, 9), np.uint8), y_test=np.array([0, 5, 1])))
     assert isinstance(task, Npz)
     assert task.classes == 6
     assert task.central() is not None
@@ -320,9 +316,7 @@ def test_groups_of_the_file_make_a_natural_split(tmp_path: Path) -> None:
 def test_a_limit_draws_the_same_examples_for_the_same_seed(tmp_path: Path) -> None:
     """12 of 40, not simply the first; groups stay with their examples (label parity is the group)."""
     file = save(tmp_path / "a.npz", group=np.arange(40) % 2)
-    first, again, other = (
-        create(seed, name="npz", file=file, limit=12, kind="natural") for seed in (0, 0, 1)
-    )
+    first, again, other = (create(seed, name="npz", file=file, limit=12, kind="natural") for seed in (0, 0, 1))
     assert torch.equal(first.pool().inputs, again.pool().inputs)
     assert not torch.equal(first.pool().inputs, other.pool().inputs)
     assert len(first.pool()) == 12
@@ -339,9 +333,7 @@ def test_relative_files_are_found_in_the_data_folder(tmp_path: Path, monkeypatch
     assert create(name="npz", file="a.npz").classes == 8
     save(tmp_path / "here" / "a.npz", classes=np.array(9))
     assert create(name="npz", file="a.npz").classes == 9
-    with pytest.raises(
-        SettingsError, match=r"task.file = 'b.npz': no such file; .*here/b.npz and .*data/b.npz"
-    ):
+    with pytest.raises(SettingsError, match=r"task.file = 'b.npz': no such file; .*here/b.npz and .*data/b.npz"):
         create(name="npz", file="b.npz")
 
 
@@ -555,9 +547,7 @@ def test_a_quadratic_has_as_many_clients_as_rows(tmp_path: Path) -> None:
         ({"start": ["a", "b"]}, "start is <U1; allowed: numbers"),
     ],
 )
-def test_a_quadratic_that_makes_no_sense_is_refused(
-    tmp_path: Path, changes: dict[str, object], words: str
-) -> None:
+def test_a_quadratic_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     """In writing and in reading alike."""
     with pytest.raises(SettingsError, match=words):
         quadratic(tmp_path / "q.npz", **changes)

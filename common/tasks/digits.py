@@ -1,101 +1,18 @@
-"""scikit-learn's 1,797 handwritten digits, and what all classification tasks on a pooled data set share."""
+"""scikit-learn's 1,797 handwritten digits."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.partition import Plan, make_plan
 from common.seeds import derive
-from common.tasks.base import ClientData, Examples, Task
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-class Classification(Task):
-    """Classes of a pooled data set that a plan splits over clients: cross entropy and accuracy."""
-
-    def __init__(self, partition: PartitionSettings, seed: int, dtype: str) -> None:
-        self.partition = partition
-        self.seed = seed
-        self.dtype = DTYPES[dtype]
-
-    @abstractmethod
-    def pool(self) -> Examples:
-        """All training examples: inputs (n, ...) and int64 targets (n,) on the CPU."""
-
-    def groups(self) -> NDArray[Any] | None:
-        """The group id of each training example (n,), or None without a natural split."""
-        return None
-
-    def features(self, inputs: Tensor) -> Tensor:
-        """What the model receives for a batch of inputs (b, ...), on the batch's device."""
-        return inputs
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The partition plan of the pooled examples; the first access may raise SettingsError."""
-        return make_plan(self.partition, self.pool().targets.numpy(), self.groups(), self.seed)
-
-    def names(self) -> list[str]:
-        """Client i is called str(i)."""
-        return [str(i) for i in range(len(self.plan.clients))]
-
-    def client(self, name: str, file: str | None = None) -> ClientData:
-        """The examples that the plan gives to client `name`."""
-        if file is not None:
-            raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'npz' does")
-        names = self.names()
-        if name not in names:
-            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
-        number, pool = int(name), self.pool()
-        return ClientData(pick(pool, self.plan.clients[number]), pick(pool, self.plan.holdout[number]))
-
-    def plan_hash(self) -> str:
-        """The plan's sha256, hex."""
-        return self.plan.hash
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean cross entropy, nats."""
-        inputs, targets = batch
-        return functional.cross_entropy(model(self.features(inputs)), targets)
-
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
-        """Sums over the batch: cross entropy (nats) and right answers."""
-        inputs, targets = batch
-        logits = model(self.features(inputs))
-        loss = functional.cross_entropy(logits, targets, reduction="sum")
-        return {"loss": loss.item(), "accuracy": float((logits.argmax(1) == targets).sum())}
-
-
-def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """One hidden layer with ReLU: (b, inputs) -> logits (b, outputs)."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-
-
-def cnn(shape: tuple[int, ...], width: int, classes: int) -> nn.Sequential:
-    """Two blocks of convolution, BatchNorm, ReLU and pooling, then a linear layer.
-
-    `shape` is (h, w) or (h, w, channels), h, w >= 8; (b, channels, h, w) -> logits (b, classes).
-    """
-    height, breadth, channels = (*shape, 1)[:3]
-    layers: list[nn.Module] = []
-    for before, after in ((channels, width), (width, 2 * width)):
-        # No bias: BatchNorm takes the mean out again.
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
-        layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * width * (height // 4) * (breadth // 4), classes))
+from common.tasks.base import Examples
+from common.tasks.classification import Classification, mlp, pick
 
 
 class DigitsSettings(Section):
@@ -139,8 +56,3 @@ def _digits(dtype: torch.dtype, seed: int) -> tuple[Examples, Examples]:
     order = np.random.default_rng(derive(seed, "digits", "test")).permutation(len(labels))
     test = len(labels) // 5
     return pick(everything, np.sort(order[test:])), pick(everything, np.sort(order[:test]))
-
-
-def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:
-    """A copy of the examples at `indices` (k,)."""
-    return Examples(*examples.batch(torch.tensor(indices)))

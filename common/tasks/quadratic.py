@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
+from common.tasks.arrays import find, opened
 from common.tasks.base import ClientData, Examples, Task
-from common.tasks.digits import DTYPES
-from common.tasks.npz import find, opened
+from common.tasks.classification import DTYPES
 
 # key -> its dimensions: n clients, d coordinates
 KEYS = {"centers": "nd", "curvatures": "nd", "steps": "n", "examples": "n", "start": "d"}

@@ -1,0 +1,194 @@
+"""Reading .npz files of labelled data: which array is which, and whether it can be used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
+from pydantic import Field
+
+from common.errors import SettingsError
+from common.experiment import Section
+from common.seeds import derive
+from common.tasks.base import Examples
+from common.tasks.classification import pick
+
+# What an array may be called; the first name that a file has is taken, unless the settings name one.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "inputs": ("x_train", "train_x", "train_images", "x", "images", "inputs"),
+    "labels": ("y_train", "train_y", "train_labels", "y", "labels", "targets"),
+    "groups": (
+        "group_train",
+        "writer_train",
+        "client_train",
+        "user_train",
+        "group",
+        "writer",
+        "client",
+        "user",
+    ),
+    "test_inputs": ("x_test", "test_x", "test_images"),
+    "test_labels": ("y_test", "test_y", "test_labels"),
+}
+
+
+class NpzSettings(Section):
+    """`[task] name = "npz"`."""
+
+    file: str | None = Field(None, description="relative to the working directory, else to FEDKEEL_DATA")
+    inputs: str | None = Field(None, description="key of the training inputs; default: the first of KEYS")
+    labels: str | None = Field(None, description="key of the training labels")
+    groups: str | None = Field(None, description="key of the training examples' group ids")
+    test_inputs: str | None = Field(None, description="key of the central test inputs")
+    test_labels: str | None = Field(None, description="key of the central test labels")
+    model: Literal["cnn", "mlp"] | None = Field(None, description="default: cnn for images, mlp for vectors")
+    width: int | None = Field(None, ge=1, description="default: 32 channels (cnn) or 64 hidden units (mlp)")
+    dtype: Literal["float32", "float64"] = "float32"
+    limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")
+    classes: int | None = Field(None, ge=1, description="default: key `classes`, else the largest label + 1")
+    shape: tuple[int, ...] | None = Field(None, description="of one input; default: from the file")
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A pooled file, checked. `groups` (n,) belongs to the training examples."""
+
+    train: Examples
+    test: Examples | None
+    groups: NDArray[Any] | None
+    classes: int
+
+
+def find(file: str, what: str) -> Path:
+    """The path of a data file: as it is, else in the folder that FEDKEEL_DATA names."""
+    places = [Path(file).expanduser()]
+    if "FEDKEEL_DATA" in os.environ:
+        places.append(Path(os.environ["FEDKEEL_DATA"]) / file)
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(str(place.absolute()) for place in places)
+    hint = "" if len(places) > 1 else "; FEDKEEL_DATA names no other folder"
+    raise SettingsError(f"{what} = {file!r}: no such file; looked for {looked}{hint}")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[NpzFile]:
+    """An open .npz file, without pickle; faults in it become SettingsError."""
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, NpzFile):
+            raise SettingsError(f"{path} is not an .npz archive")
+        with file:
+            yield file
+    except SettingsError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise SettingsError(f"{path} cannot be read as an .npz archive: {error}") from None
+
+
+def read_pooled(settings: NpzSettings, seed: int) -> Pooled:
+    """Read and check `settings.file`. Raises SettingsError naming the file, the key and the fault."""
+    path = find(settings.file or "", "task.file")
+    with opened(path) as file:
+        found = {role: take(file, role, settings, path) for role in KEYS}
+        classes = settings.classes or _declared_classes(file, path)
+    train = examples_of(found["inputs"], found["labels"], settings.dtype, f"{path}, training data")
+    test, groups = None, found["groups"]
+    if found["test_inputs"] is not None or found["test_labels"] is not None:
+        test = examples_of(found["test_inputs"], found["test_labels"], settings.dtype, f"{path}, test data")
+    if groups is not None and len(groups) != len(train):
+        raise SettingsError(f"{path}: {len(groups)} group ids for {len(train)} training examples")
+    if classes is None:
+        classes = 1 + max((int(part.targets.max()) for part in (train, test) if part), default=0)
+    shape = settings.shape or tuple(train.inputs.shape[1:])
+    fit(train, shape, classes, f"{path}, training data")
+    if test is not None:
+        fit(test, shape, classes, f"{path}, test data")
+        test = pick(test, drawn(len(test), settings.limit, seed, "test"))
+    kept = drawn(len(train), settings.limit, seed, "train")
+    return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes)
+
+
+def take(file: NpzFile, role: str, settings: NpzSettings, path: Path) -> NDArray[Any] | None:
+    """The array of a role; None if the file has none and the settings name none."""
+    named: str | None = getattr(settings, role)
+    key = named or next((key for key in KEYS[role] if key in file.files), None)
+    if named is not None and named not in file.files:
+        raise SettingsError(f"task.{role} = {named!r}: {path} has no such key; allowed: {', '.join(file.files)}")
+    if key is None and role in ("inputs", "labels"):
+        raise SettingsError(
+            f"{path}: none of its keys ({', '.join(file.files)}) is known for the {role} "
+            f"({', '.join(KEYS[role])}); name it with task.{role}"
+        )
+    return None if key is None else _array(file, key, path)
+
+
+def _array(file: NpzFile, key: str, path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = file[key]
+    except ValueError as error:  # an object array needs pickle, which can run code
+        raise SettingsError(f"{path}: key {key!r} cannot be read: {error}") from None
+    return array
+
+
+def _declared_classes(file: NpzFile, path: Path) -> int | None:
+    """From the key `classes`: names (k,) or a number."""
+    if "classes" not in file.files:
+        return None
+    declared = _array(file, "classes", path)
+    if declared.ndim == 1:
+        return len(declared)
+    if declared.ndim == 0 and declared.dtype.kind in "iu":
+        return int(declared)
+    raise SettingsError(
+        f"{path}: key 'classes' must be names (k,) or an integer, not {declared.dtype} {declared.shape}"
+    )
+
+
+def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype: str, source: str) -> Examples:
+    """Tensors of checked arrays: uint8 inputs as they are, others in `dtype`; int64 targets."""
+    if inputs is None or labels is None:
+        raise SettingsError(f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none")
+    if inputs.dtype.kind not in "fiu" or inputs.ndim not in (2, 3, 4):
+        raise SettingsError(
+            f"{source}: inputs are {inputs.dtype} {inputs.shape}; "
+            "allowed: numbers (n, d), (n, h, w) or (n, h, w, channels)"
+        )
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise SettingsError(f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers (n,)")
+    if len(inputs) != len(labels):
+        raise SettingsError(f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
+    if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
+        raise SettingsError(f"{source}: inputs hold NaN or infinite values")
+    values = inputs if inputs.dtype == np.uint8 else inputs.astype(dtype)
+    return Examples(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))
+
+
+def fit(examples: Examples, shape: tuple[int, ...], classes: int, source: str) -> None:
+    """Check that examples have the run's input shape and classes."""
+    if tuple(examples.inputs.shape[1:]) != shape:
+        raise SettingsError(f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}")
+    targets = examples.targets
+    if len(targets) and not (targets.min() >= 0 and targets.max() < classes):
+        raise SettingsError(
+            f"{source}: labels from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {classes - 1}"
+        )
+
+
+def drawn(examples: int, limit: int | None, seed: int, purpose: str) -> NDArray[np.int64]:
+    """Which examples a limit keeps, sorted."""
+    if limit is None or limit >= examples:
+        return np.arange(examples)
+    order = np.random.default_rng(derive(seed, "limit", purpose)).permutation(examples)
+    return np.sort(order[:limit])
