@@ -61,9 +61,10 @@ def quiet(_: object) -> None:
 
 
 def in_process(settings: Experiment, folder: Path, names: Sequence[str]) -> list[Record]:
-    """All in this process."""
-    run(InProcessGrid(client_app), settings, RunFolder(folder), say=quiet)
-    return RunFolder(folder).history()
+    """All in this process; a run before it loads what loads on first use."""
+    run(InProcessGrid(client_app), settings.model_copy(update={"rounds": 3}), RunFolder(folder / "first"), say=quiet)
+    run(InProcessGrid(client_app), settings, RunFolder(folder / "run"), say=quiet)
+    return RunFolder(folder / "run").history()
 
 
 def simulated(settings: Experiment, folder: Path, names: Sequence[str]) -> list[Record]:

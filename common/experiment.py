@@ -17,9 +17,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """A table of the experiment file: unknown keys are errors and values never change."""
+    """A table of the experiment file: unknown keys are errors, types are taken as written, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class OpenSection(BaseModel):
@@ -67,7 +67,7 @@ class LocalSettings(Section):
     lr: float = Field(0.1, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy ball, its buffer zero at the round's start")
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     proximal_mu: float = Field(0.0, ge=0, description="adds mu (w - w_start) to each gradient")

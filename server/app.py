@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from server.display import COLUMNS, line
 from server.events import Events
 from server.folder import RunFolder, choose
 from server.prepare import prepare
+from server.processes import end_with_parent
 from server.rounds import Record, Rounds
 from strategies import resolve
 
@@ -32,6 +34,9 @@ def main(grid: Grid, context: Context) -> None:
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`.
     """
+    if "--parent-pid" in sys.argv:
+        # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
+        end_with_parent()
     config = context.run_config
     experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
     flower.tune_flower(longest_wait_s=experiment.round.deadline_s)

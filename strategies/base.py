@@ -35,7 +35,7 @@ Kind = Literal["vector", "scalar"]
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 def hyperparameters(cls: type[C]) -> type[C]:
     """Make an algorithm's class a strict dataclass: fields are hyperparameters, checked and never coerced silently."""
-    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid"))(cls)  # type: ignore[return-value]
+    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True))(cls)  # type: ignore[return-value]
 
 
 @dataclass
@@ -164,6 +164,10 @@ class FederatedStrategy(Strategy):
     def check(self, experiment: Experiment) -> None:
         """Raise SettingsError for a pair of settings without meaning."""
 
+    def check_upload(self, vectors: State) -> None:
+        """Raise ValueError for an upload that has no meaning, beyond names, shapes, dtypes and finite values: that
+        client is dropped for the round."""
+
     def caution(self, experiment: Experiment, steps: int) -> str | None:
         """A warning to show before round 1; `steps` is the largest number of local steps that a client announced."""
         return None
@@ -175,6 +179,8 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients and address them."""
+        if server_round == 1:
+            self.__dict__.pop("_loop", None)
         return self._flower(config, arrays, grid).open_round(server_round)
 
     def aggregate_train(

@@ -176,6 +176,10 @@ class Course:
         for group, own in self.buffers.items():
             _same_layout(group, reply.buffers[group], own)
         self._check_values(reply)
+        try:
+            self.strategy.check_upload(reply.state)
+        except ValueError as error:
+            raise Refused("meaningless", str(error)) from None
         return Upload(
             reply.state,
             name,

@@ -43,6 +43,11 @@ class FedNova(FederatedStrategy):
         change = weighted_sum([u.vectors["delta"] for u in uploads], scales)
         return state | server_optimizers.step(self.server, state, change)
 
+    def check_upload(self, vectors: State) -> None:
+        """a_i divides."""
+        if not float(vectors["response"]) > 0:
+            raise ValueError(f"response a_i = {float(vectors['response'])} is not positive")
+
     def check(self, experiment: Experiment) -> None:
         """Only optimizers that are linear in the gradients have an a_i."""
         require_sgd("fednova", experiment, "its steps are not linear in the gradients, so ||a_i||_1 is undefined")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from common import wire
 from common.errors import RunError
+from common.vector import State
+from strategies.base import Upload
+from strategies.fedavg import FedAvg
 from strategies.messages import HEAD, METRICS, STATE
 from tests.faults import BUFFERS, SIZES, FaultyGrid, fail, head, lies, put, ran, run, toy
 
@@ -273,8 +276,22 @@ def test_an_aggregate_that_overflows_is_rolled_back(tmp_path: Path) -> None:
     assert result.final == ran(tmp_path / "b", settings).final
 
 
-def test_an_aggregate_without_a_value_is_void(tmp_path: Path) -> None:
-    """FedNova divides by each client's response; a response of 0 must not end the run by a ZeroDivisionError."""
-    result = run(tmp_path, toy("fednova"), FaultyGrid(lies("2", put(lambda v: v * 0, "response"))))
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_fednova_drops_a_response_that_is_not_positive(value: float, tmp_path: Path) -> None:
+    """It divides by each client's a_i: that client is dropped, the round goes on without it."""
+    lie = lies("2", put(lambda v: v * 0 + value, "response"))
+    result = ran(tmp_path / "a", toy("fednova"), FaultyGrid(lie))
+    assert result.history[1]["dropped"] == {"2": f"meaningless: response a_i = {value} is not positive"}
+    assert result.final == ran(tmp_path / "b", toy("fednova"), FaultyGrid(lies("2", fail))).final
+
+
+def test_an_aggregate_without_a_value_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A division by zero in an algorithm makes the round void and never leaves the loop."""
+
+    def aggregate(self: FedAvg, state: State, uploads: Sequence[Upload]) -> State:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(FedAvg, "aggregate", aggregate)
+    result = run(tmp_path, toy(), FaultyGrid())
     assert isinstance(result.error, RunError)
-    assert "the aggregate of round 2 has no value" in str(result.error)
+    assert "the aggregate of round 1 has no value" in str(result.error)

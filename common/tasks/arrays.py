@@ -56,7 +56,7 @@ class NpzSettings(Section):
     dtype: Literal["float32", "float64"] = "float32"
     limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")
     classes: int | None = Field(None, ge=1, description="default: key `classes`, else the largest label + 1")
-    shape: tuple[int, ...] | None = Field(None, description="of one input; default: from the file")
+    shape: tuple[int, ...] | None = Field(None, strict=False, description="of one input; default: from the file")
 
 
 @dataclass(frozen=True)
