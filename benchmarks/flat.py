@@ -17,16 +17,17 @@ class Vector(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(size))
+        self.w = nn.Parameter(torch.randn(size))
 
 
 class Flat(Task):
-    """`clients` clients with one example each and a loss that reads one number of the model."""
+    """`clients` clients with one example each and a linear loss: gradients are dense and differ by client, or equal
+    vectors would cross the wire only once."""
 
     def __init__(self, size: int, clients: int) -> None:
         self._size = size
         self._clients = clients
-        self._data = Examples(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+        self._slope = torch.randn(size, generator=torch.Generator().manual_seed(1))
 
     def model(self) -> nn.Module:
         return Vector(self._size)
@@ -36,12 +37,14 @@ class Flat(Task):
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         none = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
-        return ClientData(self._data, none)
+        own = Examples(torch.full((1, 1), 1.0 + int(name)), torch.zeros(1, dtype=torch.int64))
+        return ClientData(own, none)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         weight = model.w
         assert isinstance(weight, Tensor)
-        return weight[:1].square().sum() + 1
+        loss: Tensor = torch.dot(weight, self._slope) * batch[0].sum()
+        return loss
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
         return {}

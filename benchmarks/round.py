@@ -102,7 +102,7 @@ def _supernodes(link: SuperLink, names: Sequence[str], folder: Path) -> Iterator
         for number, name in enumerate(names):
             command = [sys.executable, "-c", start, "--insecure", "--superlink", link.fleet_address]
             command += ["--node-config", f'name="{name}"']
-            command += ["--runtime-api-address", f"127.0.0.1:{_port()}"]
+            command += ["--host", "127.0.0.1", "--port", str(_port())]
             families.append(Family(command, environ, folder / f"supernode-{number}.log", ROOT))
         yield
 

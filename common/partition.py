@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common import plans
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
 from common.seeds import derive
@@ -59,7 +60,7 @@ def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray
     """
     labels, groups = _columns(settings, labels, groups)
     clients = _check(settings, labels, groups)
-    parts = _split(settings, clients, labels, groups, seed)
+    parts = plans.remembered(_split, settings, clients, labels, groups, seed)
     smallest = min(len(part) for part in parts)
     if smallest < settings.min_examples:
         raise SettingsError(

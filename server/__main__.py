@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from common import flower
+from common import flower, plans
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 
@@ -159,6 +159,7 @@ def report(
 def _open(path: Path, run_dir: Path | None, resume: bool, seed: int | None) -> tuple[Experiment, Any]:
     from server.folder import RunFolder, choose
 
+    plans.share()
     settings = Experiment.load(path)
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})

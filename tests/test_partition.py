@@ -297,3 +297,20 @@ def test_writers_of_mnist_are_the_clients() -> None:
     assert len(made.clients) == 539
     for writer, train, evaluate in zip(np.unique(writers), made.clients, made.holdout, strict=True):
         assert np.array_equal(np.sort([*train, *evaluate]), np.flatnonzero(writers == writer))
+
+
+def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered split is bit-equal to a fresh one, is used at all, and damage to its file only costs time."""
+    settings = PartitionSettings(kind="dirichlet", clients=5, alpha=0.3)
+    labels = np.arange(200) % 7
+    fresh = make_plan(settings, labels, None, 3)
+    monkeypatch.setenv("FEDKEEL_PLANS", str(tmp_path))
+    assert make_plan(settings, labels, None, 3).hash == fresh.hash
+    (file,) = tmp_path.iterdir()
+    with monkeypatch.context() as context:
+        context.setattr("common.partition._split", None)
+        assert make_plan(settings, labels, None, 3).hash == fresh.hash
+        with pytest.raises(TypeError):
+            make_plan(settings, labels, None, 4)
+    file.write_bytes(file.read_bytes()[:100])
+    assert make_plan(settings, labels, None, 3).hash == fresh.hash

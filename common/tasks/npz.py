@@ -99,7 +99,7 @@ class Npz(Classification):
         floats = inputs.to(self.dtype) / 255 if inputs.dtype == torch.uint8 else inputs
         if self.kind == "mlp":
             return floats.flatten(1)
-        return floats.unsqueeze(1) if floats.ndim == 3 else floats.permute(0, 3, 1, 2).contiguous()
+        return floats.unsqueeze(1) if floats.ndim == 3 else floats.permute(0, 3, 1, 2)
 
     def model(self) -> nn.Module:
         """Logits (b, classes) from what `features` gives."""
