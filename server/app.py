@@ -32,7 +32,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config names.
 
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
-    `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`.
+    `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`, `strict` (a refused client ends the run
+    before round 1 instead of being left out).
     """
     if "--parent-pid" in sys.argv:
         # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
@@ -44,7 +45,8 @@ def main(grid: Grid, context: Context) -> None:
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose("runs", experiment.name, resume))
     say(" ".join(f"{column:>10}" for column in COLUMNS))
-    run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)))
+    strict = bool(config.get("strict", False))
+    run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)), strict=strict)
 
 
 def say(text: str) -> None:
@@ -68,6 +70,7 @@ def run(
     resume: bool = False,
     say: Callable[[str], None] = say,
     show: Callable[[Record], None] = lambda record: None,
+    strict: bool = True,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
@@ -84,7 +87,12 @@ def run(
                     events.write(record)
                     show(record)
 
-                record = Rounds(grid, prepare(experiment), folder, say=say, show=shown).run(resume)
+                def told(text: str) -> None:
+                    folder.note(text)
+                    say(text)
+
+                rounds = Rounds(grid, prepare(experiment), folder, say=told, show=shown, strict=strict)
+                record = rounds.run(resume)
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)
             raise

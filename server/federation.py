@@ -11,7 +11,7 @@ from types import FrameType
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.display import Display
-from server.folder import HISTORY, RunFolder
+from server.folder import RunFolder
 from server.launch import (
     ROOT,
     Clients,
@@ -58,11 +58,13 @@ def run(
         link,
     ):
         if not names:
-            display.say(f"waiting for clients: python -m client join --server {link.fleet_address} --name NAME")
+            display.say(f"clients join with: python -m client join --server {link.fleet_address} --name NAME")
         config: dict[str, str | int | float | bool] = {
             "experiment-toml": experiment.toml(),
             "run-dir": str(folder.path),
             "resume": resume,
+            # Clients of one's own are all there are; of others one may be wrong and the rest go on.
+            "strict": bool(names),
         }
         run_id = submit_run(link.control_address, ROOT, config)
         _follow(folder, display, link, clients, run_id)
@@ -70,7 +72,7 @@ def run(
 
 def _follow(folder: RunFolder, display: Display, link: SuperLink, clients: Clients, run_id: int) -> None:
     """Show the history as it grows until the run is over; raise its error."""
-    shown = len(folder.history()) if (folder.path / HISTORY).exists() else 0
+    shown, told = len(folder.history()), len(folder.notes())
     complained: set[str] = set()
     asked = time.monotonic()
     while True:
@@ -79,6 +81,9 @@ def _follow(folder: RunFolder, display: Display, link: SuperLink, clients: Clien
         for record in history[min(shown, len(history)) :]:
             display.show(record)
         shown = len(history)
+        for text in (notes := folder.notes())[told:]:
+            display.say(text)
+        told = len(notes)
         for name, why in clients.ended().items():
             if name not in complained:
                 complained.add(name)

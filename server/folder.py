@@ -18,8 +18,9 @@ from common.experiment import Experiment
 from common.files import write_atomically
 from common.vector import State
 
-HISTORY, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
+HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
     "history.jsonl",
+    "notes.log",
     "roll.json",
     "experiment.toml",
     "model.safetensors",
@@ -80,6 +81,17 @@ class RunFolder:
     def history(self) -> list[dict[str, Any]]:
         """All whole lines of the history; a line cut off by a crash is left out."""
         return list(read_history(self.path / HISTORY))
+
+    def note(self, text: str) -> None:
+        """Add a line to what the run said beside its rounds: warnings, refused clients, void rounds."""
+        with (self.path / NOTES).open("a", encoding="utf-8") as file:
+            file.write(text.replace("\n", " ") + "\n")
+
+    def notes(self) -> list[str]:
+        """What the run said."""
+        with suppress(FileNotFoundError):
+            return (self.path / NOTES).read_text("utf-8").splitlines()
+        return []
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to the history."""

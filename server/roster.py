@@ -44,17 +44,24 @@ class Roster:
         """Names of the clients that hold evaluation examples, sorted."""
         return sorted(name for name, member in self.members.items() if member.evaluation)
 
-    def wait(self, count: int, deadline_s: float) -> None:
-        """Call the roll until `count` clients are here. Raises RunError after `deadline_s` seconds, with who is."""
+    def wait(self, count: int, deadline_s: float, strict: bool) -> None:
+        """Call the roll until `count` clients are here.
+
+        With `strict` a refused node raises SettingsError at once: where all clients are started by one command there
+        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused.
+        """
         started = time.monotonic()
         said = False
         while True:
-            self.refresh(strict=True)
+            self.refresh(strict)
             if len(self.members) >= count:
                 return
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
-                raise RunError(f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}")
+                refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
+                raise RunError(
+                    f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}{refused}"
+                )
             if not said:
                 self._say(f"waiting for clients: {len(self.members)} of {count} are here")
                 said = True

@@ -66,6 +66,7 @@ class Rounds:
         say: Callable[[str], None],
         show: Callable[[Record], None] = lambda record: None,
         stopped: Callable[[], bool] = lambda: False,
+        strict: bool = True,
     ) -> None:
         self._grid = grid
         self._experiment = prepared.experiment
@@ -76,6 +77,7 @@ class Rounds:
         self._say = say
         self._show = show
         self._stopped = stopped
+        self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
         settings = prepared.experiment.checkpoint
         self._checkpoints = Checkpoints(folder.checkpoints, prepared.experiment.identity, settings.keep)
@@ -122,7 +124,8 @@ class Rounds:
     def _roll(self, course: Course) -> Roster:
         settings = self._experiment.round
         roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say)
-        roster.wait(settings.wait_for or len(self._task.names()) or settings.sample or 1, settings.deadline_s)
+        count = settings.wait_for or len(self._task.names()) or settings.sample or 1
+        roster.wait(count, settings.deadline_s, self._strict)
         trainers = roster.trainers
         if not trainers:
             raise SettingsError("no client on the roll holds a training example")

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from client.app import app
 from common import wire
 from common.errors import RunError, SettingsError
+from server.app import run as run_app
+from server.folder import RunFolder
 from server.inprocess import NODE, InProcessGrid
 from strategies.messages import HEAD, METRICS, STATE, Refused, ReplyHead, RollReply
 from strategies.roll import Member, sample
@@ -310,3 +312,22 @@ def test_put_is_what_breaks_a_run_and_not_the_wrapper(tmp_path: Path, clean: dic
     result = ran(tmp_path, toy("scaffold"), FaultyGrid(lies("2", put(lambda v: v))))
     assert result.final == clean
     assert ran(tmp_path / "plain", toy("scaffold"), InProcessGrid(app)).final == clean
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_refused_client_before_round_one(strict: bool, tmp_path: Path) -> None:
+    """With clients of one's own a node that holds another model ends the run at once; among clients of others it is
+    refused, and named when too few came before the deadline."""
+
+    def lie(name: str, round: int, reply: Message) -> Message:
+        if round == 0:
+            reply.content[HEAD]["layout"] = "other"
+        return reply
+
+    folder = RunFolder(tmp_path)
+    slow = toy(round={"deadline_s": 0.3})
+    expected = SettingsError if strict else RunError
+    with pytest.raises(expected, match="holds a model with layout other"):
+        run_app(FaultyGrid(lie), slow, folder, strict=strict, say=lambda text: None)
+    assert folder.status()["exit_code"] == (2 if strict else 1)
+    assert strict or any("refused node" in text for text in folder.notes())
