@@ -16,6 +16,7 @@ from strategies.messages import Refused
 from strategies.roll import Member, members_of, roll_messages
 
 POLL_S = 0.05
+ROLL_CALL_S, SILENCE_S = 30.0, 60.0
 
 
 class Roster:
@@ -33,6 +34,8 @@ class Roster:
         self._say = say
         self._nodes: set[int] = set()
         self._refused: dict[int, str] = {}
+        self._silent: dict[int, float] = {}
+        """Node that did not answer its roll call -> when to call it again."""
 
     @property
     def trainers(self) -> list[str]:
@@ -90,11 +93,15 @@ class Roster:
             self._nodes -= gone
             # A client that started anew was refused for as long as its old node seemed to be alive.
             self._refused.clear()
-        new = sorted(now - self._nodes - self._refused.keys())
+        resting = {node for node, until in self._silent.items() if time.monotonic() < until}
+        new = sorted(now - self._nodes - self._refused.keys() - resting)
         if not new:
             return
+        # A node that seems to be online and says nothing must not hold up every round.
+        self._silent |= dict.fromkeys(new, time.monotonic() + ROLL_CALL_S + SILENCE_S)
         for reply in self._call(new):
             node = reply.metadata.src_node_id
+            self._silent.pop(node, None)
             try:
                 self._enter(node, reply)
             except Refused as error:
@@ -104,7 +111,7 @@ class Roster:
                 self._say(f"refused node {node}: {error}")
 
     def _call(self, nodes: Iterable[int]) -> list[Message]:
-        deadline = min(30.0, self._experiment.round.deadline_s)
+        deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
         messages = roll_messages(self._experiment, self._course.run, nodes, ttl=deadline)
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
         return list(Exchange(self._grid).run(by_name, deadline).values())

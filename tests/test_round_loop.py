@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +331,24 @@ def test_a_refused_client_before_round_one(strict: bool, tmp_path: Path) -> None
         run_app(FaultyGrid(lie), slow, folder, strict=strict, say=lambda text: None)
     assert folder.status()["exit_code"] == (2 if strict else 1)
     assert strict or any("refused node" in text for text in folder.notes())
+
+
+def test_a_node_that_says_nothing_is_not_waited_for_in_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that seems to be online and never answers its roll call is called once, not before each round."""
+    monkeypatch.setattr("server.roster.ROLL_CALL_S", 0.2)
+    calls: list[Message] = []
+
+    class Haunted(FaultyGrid):
+        def get_node_ids(self) -> list[int]:
+            return [*super().get_node_ids(), 99]
+
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            messages = list(messages)
+            calls.extend(message for message in messages if message.metadata.dst_node_id == 99)
+            return list(super().push_messages([m for m in messages if m.metadata.dst_node_id != 99]))
+
+    result = ran(tmp_path, toy(), Haunted())
+    assert [line["accepted"] for line in result.history] == [list("01234")] * 3
+    assert len(calls) == 1
