@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -58,7 +59,7 @@ def train(message: Message, context: Context) -> Message:
     """Train one client for one round: load its memory, work, save the next version, reply."""
     head = read_head(TrainHead, message.content)
     reply = ReplyHead(head.run, head.client, head.generation, head.round, head.layout, "ok")
-    return _guarded(message, reply, lambda stage: _train(head, message, context, stage))
+    return _guarded(message, reply, lambda stage: _train(head, reply, message, context, stage))
 
 
 @app.evaluate()
@@ -66,7 +67,7 @@ def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the global model on one client's own evaluation examples."""
     head = read_head(EvaluateHead, message.content)
     reply = ReplyHead(head.run, head.client, 0, head.round, head.layout, "ok")
-    return _guarded(message, reply, lambda stage: _evaluate(head, message, context, stage))
+    return _guarded(message, reply, lambda stage: _evaluate(head, reply, message, context, stage))
 
 
 def _guarded(message: Message, head: ReplyHead, work: Callable[[list[str]], RecordDict]) -> Message:
@@ -76,8 +77,7 @@ def _guarded(message: Message, head: ReplyHead, work: Callable[[list[str]], Reco
         content = work(stage)
     except Exception as error:
         reason = f"client {head.client}, round {head.round}, {stage[0]}: {type(error).__name__}: {error}"
-        failed = ReplyHead(head.run, head.client, head.generation, head.round, head.layout, "error", reason)
-        content = reply_content(failed)
+        content = reply_content(replace(head, status="error", reason=reason))
     return Message(content, reply_to=message)
 
 
@@ -90,17 +90,14 @@ def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
     return session
 
 
-def _train(head: TrainHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
+def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
     session = _open(head, context)
     strategy = session.strategy
-
-    def reply(status: str) -> ReplyHead:
-        return ReplyHead(head.run, head.client, head.generation, head.round, head.layout, status)
 
     stage[0] = "data"
     data = session.data(head.client, str(context.node_config.get("data", "")))
     if not len(data.train):
-        return reply_content(reply("empty"))
+        return reply_content(replace(reply, status="empty"))
 
     stage[0] = "memory"
     home = memory_of(context)
@@ -108,7 +105,7 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
     if strategy.memory != "none" and head.accepted:
         loaded = home.load(head.run, head.client, head.generation, head.accepted)
         if loaded is None and strategy.memory == "bound":
-            return reply_content(reply("memory-lost"))
+            return reply_content(replace(reply, status="memory-lost"))
         memory = _to(loaded or {}, session.device)
 
     stage[0] = "train"
@@ -139,34 +136,22 @@ def _train(head: TrainHead, message: Message, context: Context, stage: list[str]
     stage[0] = "save"
     if strategy.memory != "none":
         home.save(head.run, head.client, head.generation, head.round, work.kept, head.keep)
-    done = ReplyHead(
-        head.run,
-        head.client,
-        head.generation,
-        head.round,
-        head.layout,
-        "ok",
-        "",
-        upload.examples,
-        upload.steps,
-        upload.lr,
-    )
+    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
     return reply_content(done, upload, upload.metrics)
 
 
-def _evaluate(head: EvaluateHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
+def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
     session = _open(head, context)
     stage[0] = "data"
     data = session.data(head.client, str(context.node_config.get("data", ""))).evaluate
-    done = ReplyHead(head.run, head.client, 0, head.round, head.layout, "ok" if len(data) else "empty", "", len(data))
     if not len(data):
-        return reply_content(done)
+        return reply_content(replace(reply, status="empty"))
     stage[0] = "evaluate"
     model = session.model
     state, buffers = tensors_of(message.content)
     model.load(state["model"], buffers)
     metrics = evaluate_model(session.task, model.module, data, session.experiment.evaluate.batch_size)
-    return reply_content(done, metrics=metrics)
+    return reply_content(replace(reply, examples=len(data)), metrics=metrics)
 
 
 def _to(state: State, device: torch.device) -> State:

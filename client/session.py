@@ -54,7 +54,7 @@ class Session:
         """A client's examples on the device; loaded once."""
         if (name, file) not in self._data:
             held = self.task.client(name, file or None)
-            self._data[name, file] = ClientData(_moved(held.train, self), _moved(held.evaluate, self), held.steps)
+            self._data[name, file] = ClientData(held.train.to(self.device), held.evaluate.to(self.device), held.steps)
         return self._data[name, file]
 
     def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
@@ -104,10 +104,6 @@ def memory_of(context: Context) -> Memory:
     if home:
         return DiskMemory(Path(home).expanduser(), durable=bool(context.node_config.get("durable", True)))
     return ContextMemory(context.state)
-
-
-def _moved(examples: Examples, session: Session) -> Examples:
-    return examples.to(session.device)
 
 
 def _class_counts(examples: Examples) -> str:

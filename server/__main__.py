@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from common import flower, plans
+from common import flower, plans, references
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 
@@ -27,6 +26,7 @@ cli = typer.Typer(
 )
 
 CLIENT_APP = "client.app:app"
+"""By name: the server's code knows no client code, Flower's project file names the two apps."""
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
@@ -70,7 +70,7 @@ def simulate(
                 vce.simulate(
                     settings,
                     folder,
-                    _client_app(),
+                    references.load(CLIENT_APP),
                     resume=resume,
                     workers=count,
                     say=display.say,
@@ -166,12 +166,6 @@ def _open(path: Path, run_dir: Path | None, resume: bool, seed: int | None) -> t
     folder = RunFolder(run_dir or choose("runs", settings.name, resume))
     folder.require(resume)
     return settings, folder
-
-
-def _client_app() -> Any:
-    # By name: the server's code knows no client code, Flower's project file names the two apps.
-    module, _, attribute = CLIENT_APP.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _conclude(folder: Any, display: Any) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.errors import SettingsError
+from common.files import replacing
 from common.vector import State, sha256
 from strategies.course import Course
 
@@ -88,26 +87,13 @@ class Checkpoints:
 
     def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
         path = self._folder / f"{round:09d}.safetensors"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         # Tensors that share storage (a tracker that equals another) must be written as their own.
         unique: dict[int, str] = {}
         for name, tensor in tensors.items():
             if unique.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
                 tensors[name] = tensor.clone()
-        try:
+        with replacing(path) as temporary:
             save_file(tensors, temporary, {**about, "sha256": _digest(about, tensors)})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
         self._kept[round] = int(about["generation"]), json.loads(about["accepted"])
         for old in sorted(self._kept)[: -self._keep]:
             (self._folder / f"{old:09d}.safetensors").unlink(missing_ok=True)

@@ -8,25 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import Message
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 # A look costs a SuperLink about 2 ms of the CPU time that uploads need.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 0.25, 0.02
-
-_CAUSES = {
-    ErrorCode.NODE_UNAVAILABLE: "offline",
-    ErrorCode.CLIENT_APP_CRASHED: "crashed",
-    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "failed",
-    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "failed",
-    ErrorCode.MESSAGE_UNAVAILABLE: "lost",
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "lost",
-}
-
-
-def cause_of(message: Message) -> str:
-    """Why an error reply came, as one word of the history."""
-    return _CAUSES.get(message.error.code, "failed")
 
 
 @dataclass

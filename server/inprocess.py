@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from common import references
 
 NODE = 2
 
@@ -96,9 +97,7 @@ def grid(app: str, workers: int, device: str = "cpu", memory: Path | None = None
     Client memory lies in the folder `memory`, so that a run can be resumed; without one it ends with the grid.
     """
     if workers == 1:
-        module, _, attribute = app.partition(":")
-        client = getattr(importlib.import_module(module), attribute)
-        yield InProcessGrid(client, device, str(memory or "ram"))
+        yield InProcessGrid(references.load(app), device, str(memory or "ram"))
         return
     from server.workers import WorkerGrid
 

@@ -18,7 +18,7 @@ from common.tasks.base import Task
 from common.vector import FlatModel
 from server.checkpoint import Checkpoints
 from server.evaluate import Evaluation, describe, summarize
-from server.exchange import Exchange, cause_of
+from server.exchange import Exchange
 from server.folder import RunFolder
 from server.roster import Roster
 from strategies.base import FederatedStrategy, Upload
@@ -195,10 +195,7 @@ class Rounds:
             try:
                 if name not in replies:
                     raise Refused(missing)
-                message = replies[name]
-                if message.has_error():
-                    raise Refused(cause_of(message), message.error.reason or f"code {message.error.code}")
-                reply = read_reply(message)
+                reply = read_reply(replies[name])
                 attempt.bytes_up += reply.bytes
                 attempt.uploads.append(course.check(round, name, reply))
             except Refused as error:

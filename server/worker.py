@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
-from common import flower
+from common import flower, references
 
 
 def main(app: str, memory: str, device: str) -> None:
@@ -14,8 +13,7 @@ def main(app: str, memory: str, device: str) -> None:
     flower.prepare()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    module, _, attribute = app.partition(":")
-    client = getattr(importlib.import_module(module), attribute)
+    client = references.load(app)
 
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.message_pb2 import Message as ProtoMessage

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 
 from common import wire
 from common.experiment import Experiment, checked
@@ -14,7 +16,14 @@ from common.vector import State
 from strategies.base import Upload
 
 HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
-TTL_MARGIN_S = 60.0
+
+# Why an error reply came, as one word of the history; any other code is "failed".
+_CAUSES = {
+    ErrorCode.NODE_UNAVAILABLE: "offline",
+    ErrorCode.CLIENT_APP_CRASHED: "crashed",
+    ErrorCode.MESSAGE_UNAVAILABLE: "lost",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "lost",
+}
 
 T = TypeVar("T")
 
@@ -135,19 +144,22 @@ def read_head(cls: type[T], content: RecordDict) -> T:
 
 def read_experiment(text: str) -> Experiment:
     """The experiment that a message carries."""
-    import json
-
     return checked(Experiment, json.loads(text), "experiment in a message")
 
 
 def content_of(
-    head: TrainHead | EvaluateHead | ReplyHead, state: ArrayRecord, buffers: ArrayRecord, numbers: Mapping[str, float]
+    head: TrainHead | EvaluateHead | ReplyHead,
+    state: ArrayRecord | None,
+    buffers: ArrayRecord | None,
+    numbers: Mapping[str, float],
 ) -> RecordDict:
     """A message's content. Messages of a round share `state` and `buffers`, which are then hashed once.
 
     A record costs a call to the server even if it is empty: it is left out.
     """
-    content = RecordDict({HEAD: write_head(head), STATE: state})
+    content = RecordDict({HEAD: write_head(head)})
+    if state is not None:
+        content[STATE] = state
     if buffers:
         content[BUFFERS] = buffers
     if numbers:
@@ -170,10 +182,7 @@ def reply_content(
     """A reply's content."""
     if upload is not None:
         return content_of(head, wire.to_records(upload.vectors), wire.to_records(upload.buffers), metrics or {})
-    content = RecordDict({HEAD: write_head(head)})
-    if metrics:
-        content[METRICS] = MetricRecord({key: float(value) for key, value in metrics.items()})
-    return content
+    return content_of(head, None, None, metrics or {})
 
 
 def scalars(record: MetricRecord | None) -> dict[str, float]:
@@ -195,7 +204,8 @@ def usable(message: Message) -> bool:
 def read_reply(message: Message) -> Reply:
     """Read a reply. Raises Refused, with the cause, for errors and for anything that cannot be read."""
     if message.has_error():
-        raise Refused("failed", message.error.reason or f"code {message.error.code}")
+        cause = _CAUSES.get(message.error.code, "failed")
+        raise Refused(cause, message.error.reason or f"code {message.error.code}")
     content = message.content
     head = read_head(ReplyHead, content)
     if head.status == "error":

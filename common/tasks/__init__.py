@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
+from common.references import load
 from common.tasks.base import Task
 
 # name in `[task]` -> "module:class"; each class is called as (options, partition, seed).
@@ -28,7 +25,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     in a function of one's own.
     """
     if settings.name in TASKS:
-        task = _load(TASKS[settings.name])(settings.options, partition, seed)
+        task = load(TASKS[settings.name])(settings.options, partition, seed)
         assert isinstance(task, Task)
         return task
     if ":" not in settings.name:
@@ -39,7 +36,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
 def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
     what = f"task.name = {settings.name!r}"
     try:
-        function = _load(settings.name)
+        function = load(settings.name)
     except Exception as error:
         raise SettingsError(f"{what} cannot be imported: {_cause(error)}") from error
     if not callable(function):
@@ -51,15 +48,6 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
     if not isinstance(task, Task):
         raise SettingsError(f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}")
     return task
-
-
-def _load(target: str) -> Callable[[dict[str, Any], PartitionSettings, int], Any]:
-    module, _, attribute = target.partition(":")
-    if not module or not attribute:
-        raise ValueError("allowed: package.module:function")
-    loaded: Callable[[dict[str, Any], PartitionSettings, int], Any]
-    loaded = getattr(importlib.import_module(module), attribute)
-    return loaded
 
 
 def _cause(error: Exception) -> str:
