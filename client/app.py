@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.memory import ContextMemory
-from client.session import VERSIONS, Session, hosted, memory_of
-from client.work import LocalWork
+from client.device import out_of_memory
+from client.memory import ContextMemory, DiskMemory, Memory
+from client.policy import Denied
+from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
+from client.work import LocalWork, local_steps
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import evaluate as evaluate_model
-from common.vector import State
+from common.vector import FlatModel, State
+from strategies.base import Upload
 from strategies.messages import (
     HEAD,
     METRICS,
@@ -32,26 +37,43 @@ from strategies.messages import (
     write_head,
 )
 
+log = logging.getLogger("client.app")
+
+# A reason may quote what the server sent.
+MOST_REASON = 2000
+
 app = ClientApp()
 
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
     """Answer a roll call. A node that cannot take part says why."""
+    who = context.node_config.get("name", context.node_config.get("partition-id", "?"))
+    no_memory = False
     try:
-        head = read_head(RollHead, message.content)
-        config = context.node_config
-        session = Session.of(head.experiment, str(config.get("device", "cpu")))
-        names = hosted(context, session.task)
-        share_labels = bool(config.get("share-labels", "name" not in config))
-        # Flower hands a context's memory to one message at a time.
-        in_flight = 1 if isinstance(memory_of(context), ContextMemory) else 0
-        reply = session.roll(names, str(config.get("data", "")), share_labels, in_flight)
-    except Exception as error:
-        who = context.node_config.get("name", context.node_config.get("partition-id", "?"))
-        reason = f"client {who}: {error if isinstance(error, SettingsError) else repr(error)}"
-        reply = RollReply([], [], [], [], [], "", "", "", VERSIONS, error=reason)
-    return Message(RecordDict({HEAD: write_head(reply)}), reply_to=message)
+        content = _roll(read_head(RollHead, message.content), context)
+    except (Exception, SystemExit) as error:
+        readable = isinstance(error, (SettingsError, Denied))
+        reason = _short(f"client {who}: {error if readable else repr(error)}")
+        content = write_head(RollReply([], [], [], [], [], "", "", "", VERSIONS, error=reason))
+        no_memory = out_of_memory(error)
+        log.warning("takes no part: %s", reason)
+    if no_memory:
+        release()
+    return Message(RecordDict({HEAD: content}), reply_to=message)
+
+
+def _roll(head: RollHead, context: Context) -> ConfigRecord:
+    session = Session.of(head.experiment, context)
+    names = hosted(context, session.task)
+    # Flower hands a context's memory to one message at a time.
+    in_flight = 1 if isinstance(memory_of(context, session), ContextMemory) else 0
+    reply = session.roll(names, str(context.node_config.get("data", "")), shares_labels(context), in_flight)
+    for steps in reply.steps:
+        policy_of(context).check_steps(steps)
+        if steps >= 2**63:
+            raise SettingsError(f"{steps} local steps a round: no message can carry such a number")
+    return write_head(reply)
 
 
 @app.train()
@@ -71,18 +93,30 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _guarded(message: Message, head: ReplyHead, work: Callable[[list[str]], RecordDict]) -> Message:
-    """Run `work`; an exception becomes a reply that names client, round and stage."""
-    stage = ["open"]
+    """Run `work`; an exception becomes a reply that names client, round and stage.
+
+    Also SystemExit: a server's word must not end this process, and some modules exit when they are imported.
+    """
+    stage, no_memory = ["open"], False
     try:
         content = work(stage)
-    except Exception as error:
-        reason = f"client {head.client}, round {head.round}, {stage[0]}: {type(error).__name__}: {error}"
-        content = reply_content(replace(head, status="error", reason=reason))
+    except (Exception, SystemExit) as error:
+        status, kind = ("refused", "") if isinstance(error, Denied) else ("error", f"{type(error).__name__}: ")
+        reason = _short(f"client {head.client}, round {head.round}, {stage[0]}: {kind}{error}")
+        content = reply_content(replace(head, status=status, reason=reason))
+        no_memory = out_of_memory(error)
+        log.warning("%s: %s", status, reason)
+    if no_memory:
+        release()  # Only now does no traceback hold what filled it.
     return Message(content, reply_to=message)
 
 
+def _short(reason: str) -> str:
+    return reason[:MOST_REASON].encode("utf-8", "replace").decode()
+
+
 def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
-    session = Session.of(head.experiment, str(context.node_config.get("device", "cpu")))
+    session = Session.of(head.experiment, context)
     if head.layout != session.model.layout_hash:
         raise ValueError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
     if head.client not in hosted(context, session.task):
@@ -91,34 +125,33 @@ def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
 
 
 def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
-    session = _open(head, context)
+    session, policy = _open(head, context), policy_of(context)
     strategy = session.strategy
+    _check_numbers(head)
 
     stage[0] = "data"
     data = session.data(head.client, str(context.node_config.get("data", "")))
     if not len(data.train):
         return reply_content(replace(reply, status="empty"))
+    policy.check_steps(local_steps(data, session.experiment.local))
 
     stage[0] = "memory"
-    home = memory_of(context)
+    home = memory_of(context, session)
     memory: State = {}
     if strategy.memory != "none" and head.accepted:
         loaded = home.load(head.run, head.client, head.generation, head.accepted)
         if loaded is None and strategy.memory == "bound":
             return reply_content(replace(reply, status="memory-lost"))
-        memory = _to(loaded or {}, session.device)
+        memory = {name: value.to(session.device) for name, value in (loaded or {}).items()}
 
     stage[0] = "train"
     started = time.perf_counter()
-    state, buffers = tensors_of(message.content)
-    received = _to(state, session.device)
-    session.model.load(received["model"], buffers)
     work = LocalWork(
         task=session.task,
         model=session.model,
         data=data,
         settings=session.experiment.local,
-        received=received,
+        received=_receive(session, message),
         memory=memory,
         seed=session.experiment.seed,
         name=head.client,
@@ -127,17 +160,42 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         share=head.share,
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
         assigned=scalars(message.content.metric_records.get(METRICS)),
+        watch=policy.watch(),
     )
     seed = derive(session.experiment.seed, "torch", head.client, head.round)
     with torch_seeded(seed, session.device):
         upload = strategy.local(work)
+    policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
     upload.metrics["seconds.train"] = time.perf_counter() - started
 
     stage[0] = "save"
-    if strategy.memory != "none":
-        home.save(head.run, head.client, head.generation, head.round, work.kept, head.keep)
     done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
-    return reply_content(done, upload, upload.metrics)
+    if strategy.memory == "none":
+        return _reply(session, done, upload)
+    return _save_and_reply(home, head, work.kept, lambda: _reply(session, done, upload))
+
+
+def _save_and_reply(home: Memory, head: TrainHead, kept: State, build: Callable[[], RecordDict]) -> RecordDict:
+    """Save the next version; a disk writes while the reply is built, and is done before the reply leaves."""
+
+    def save() -> None:
+        home.save(head.run, head.client, head.generation, head.round, kept, head.keep)
+
+    if not isinstance(home, DiskMemory):
+        save()
+        return build()
+    with ThreadPoolExecutor(1) as thread:
+        saved = thread.submit(save)
+        content = build()
+    saved.result()
+    return content
+
+
+def _reply(session: Session, head: ReplyHead, upload: Upload) -> RecordDict:
+    staged = session.staging.to_host(upload.vectors | upload.buffers)
+    vectors = {name: staged[name] for name in upload.vectors}
+    buffers = {name: staged[name] for name in upload.buffers}
+    return reply_content(head, replace(upload, vectors=vectors, buffers=buffers), upload.metrics)
 
 
 def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
@@ -147,13 +205,38 @@ def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: C
     if not len(data):
         return reply_content(replace(reply, status="empty"))
     stage[0] = "evaluate"
-    model = session.model
-    state, buffers = tensors_of(message.content)
-    model.load(state["model"], buffers)
-    metrics = evaluate_model(session.task, model.module, data, session.experiment.evaluate.batch_size)
+    _receive(session, message)
+    metrics = evaluate_model(session.task, session.model.module, data, session.experiment.evaluate.batch_size)
     return reply_content(replace(reply, examples=len(data)), metrics=metrics)
 
 
-def _to(state: State, device: torch.device) -> State:
-    """On the device. On the CPU the message's bytes are used as they are: read-only, without a copy."""
-    return {name: value.to(device) for name, value in state.items()}
+def _receive(session: Session, message: Message) -> State:
+    """The broadcast on the device, its model and buffers loaded. On the CPU the message's bytes are used as they are:
+    read-only, without a copy."""
+    state, buffers = tensors_of(message.content)
+    _check_shapes(session.model, state, buffers)
+    # Names of state and buffers cannot meet: a buffer's begins with "buffers.".
+    staged = session.staging.to_device(state | buffers)
+    received = {name: staged[name] for name in state}
+    session.model.load(received["model"], {name: staged[name] for name in buffers})
+    return received
+
+
+def _check_shapes(model: FlatModel, state: State, buffers: State) -> None:
+    """Torch would stretch a vector of another shape without a word."""
+    expected = {"model": model.vector} | model.buffers
+    for name in expected.keys() | state.keys() | buffers.keys():
+        got, like = (buffers if name in model.buffers else state).get(name), expected.get(name, model.vector)
+        if got is None or (got.shape != like.shape and (name in expected or got.ndim)):
+            shape = "nothing" if got is None else f"shape {tuple(got.shape)}"
+            raise ValueError(f"received {shape} as {name}, expected shape {tuple(like.shape)}")
+        if name in expected and got.dtype != like.dtype:
+            raise ValueError(f"received {got.dtype} as {name}, expected {like.dtype}")
+
+
+def _check_numbers(head: TrainHead) -> None:
+    if head.generation < 1 or head.round < 1 or not 0 <= head.accepted < head.round:
+        told = f"generation {head.generation}, round {head.round}, accepted {head.accepted}"
+        raise ValueError(f"no such round: {told}")
+    if not (math.isfinite(head.lr) and head.lr >= 0 and 0 <= head.share <= 1):
+        raise ValueError(f"lr {head.lr} and share {head.share} must be finite, not negative, and share at most 1")

@@ -6,20 +6,28 @@ none that a kept checkpoint of the server may still ask for. A lost, late or ref
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from flwr.app import RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from client.cache import StateCache
 from common import wire
-from common.files import write_atomically
+from common.files import flush, write_atomically
 from common.vector import State, sha256
+
+log = logging.getLogger("client.memory")
+
+CPU = torch.device("cpu")
 
 
 class Memory(Protocol):
@@ -45,51 +53,125 @@ class RamMemory:
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
         held = self._versions.get((run, client), {})
         kept = {(g, v): s for (g, v), s in held.items() if g > generation or (g == generation and v in keep)}
-        self._versions[run, client] = kept | {(generation, version): state}
+        # In main memory: a GPU could not hold all clients of a simulation.
+        self._versions[run, client] = kept | {(generation, version): to_cpu(state)}
+
+
+def to_cpu(state: State) -> State:
+    """The state on the CPU; no copy if it is there."""
+    return {name: value.cpu() for name, value in state.items()}
 
 
 class DiskMemory:
     """On disk, `folder/run/client/generation/version.safetensors`: for resident clients.
 
     A file is written beside its place, flushed, renamed and its folder flushed, so a crash leaves the old or the new
-    version whole; a checksum tells damage. `durable=False` leaves out the flushes, for simulations: a crash of the
-    machine, not of a process, may then cost versions.
+    version whole; a checksum tells damage, and the model's layout hash a file that another model or task has left.
+    `durable=False` leaves out the flushes, for simulations: a crash of the machine, not of a process, may then cost
+    versions.
+
+    With `layout` "" files of any layout are read. `device` is where loaded tensors go, `to_host` how saved ones come
+    from there; with a `cache` the newest version of each client stays on the device.
     """
 
-    def __init__(self, folder: str | Path, durable: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        durable: bool = True,
+        *,
+        layout: str = "",
+        device: torch.device = CPU,
+        to_host: Callable[[State], State] = to_cpu,
+        cache: StateCache | None = None,
+    ) -> None:
         self._folder = Path(folder)
         self._durable = durable
+        self._layout = layout
+        self._device = device
+        self._to_host = to_host
+        self._cache = cache
 
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
         path = self._place(run, client, generation) / _file(version)
+        if self._cache is not None and (held := self._cache.get(path, self._whose(run, client))) is not None:
+            return held
+        about = _about(run, client, generation, version, self._layout)
         try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
+            state = read(path, about)
+        except Unusable as error:
+            log.warning("memory of client %s, version %d is lost: %s: %s", client, version, path, error)
             return None
-        return state if about == _about(run, client, generation, version, state) else None
+        return {name: value.to(self._device) for name, value in state.items()}
 
     def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
         place = self._place(run, client, generation)
+        self._make(place)
+        path, host = place / _file(version), self._to_host(state)
+        content = save(host, _about(run, client, generation, version, self._layout) | {"sha256": sha256(host)})
+        keep = {version, *keep}
+        try:
+            write_atomically(path, content, self._durable)
+        except OSError as error:
+            # Nobody will ask for what is not to be kept; its room may be all that is missing.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._prune(place, generation, keep):
+                raise
+            write_atomically(path, content, self._durable)
+        self._prune(place, generation, keep)
+        if self._cache is not None:
+            self._cache.put(path, self._whose(run, client), state)
+
+    def _prune(self, place: Path, generation: int, keep: Collection[int]) -> bool:
+        """Drop older generations and, in this one, all versions but those in `keep`; whether there were any."""
+        versions = [path for version, path in versions_in(place) if version not in keep]
+        for path in versions:
+            path.unlink(missing_ok=True)
+        older = [p for p in place.parent.iterdir() if p.name.isdecimal() and int(p.name) < generation]
+        for folder in older:
+            shutil.rmtree(folder, ignore_errors=True)
+        return bool(versions or older)
+
+    def _make(self, place: Path) -> None:
+        missing = [folder for folder in (place, *place.parents) if not folder.exists()]
         place.mkdir(parents=True, exist_ok=True)
-        about = _about(run, client, generation, version, state)
-        write_atomically(place / _file(version), save(state, about), self._durable)
-        for old, path in self._versions(place):
-            if old != version and old not in keep:
-                path.unlink(missing_ok=True)
-        for sibling in place.parent.iterdir():
-            if sibling.name.isdigit() and int(sibling.name) < generation:
-                shutil.rmtree(sibling, ignore_errors=True)
+        if self._durable:
+            for folder in missing:
+                flush(folder.parent)
 
     def _place(self, run: str, client: str, generation: int) -> Path:
         return self._folder / _safe(run) / _safe(client) / str(generation)
 
-    @staticmethod
-    def _versions(place: Path) -> Iterator[tuple[int, Path]]:
-        for path in place.glob("*.safetensors"):
-            if path.stem.isdigit():
-                yield int(path.stem), path
+    def _whose(self, run: str, client: str) -> tuple[str, ...]:
+        return (str(self._folder), run, client, self._layout, str(self._device))
+
+
+class Unusable(Exception):
+    """A file of memory that cannot be used; the text says why."""
+
+
+def read(path: Path, expected: dict[str, str]) -> State:
+    """The state in a file, its bytes read once. Raises Unusable unless it is whole and says what is `expected` of it
+    (entries "" may be anything)."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            state: State = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise Unusable("there is no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise Unusable(f"it is damaged or cannot be read: {error}") from None
+    for key, value in expected.items():
+        if value and about.get(key) != value:
+            raise Unusable(f"it is foreign: {key} {about.get(key)!r}, expected {value!r}")
+    if about.get("sha256") != sha256(state):
+        raise Unusable("it is damaged: its checksum is wrong")
+    return state
+
+
+def versions_in(place: Path) -> Iterator[tuple[int, Path]]:
+    """The versions in the folder of a generation, unread."""
+    for path in place.glob("*.safetensors"):
+        if path.stem.isdecimal():
+            yield int(path.stem), path
 
 
 class ContextMemory:
@@ -114,14 +196,14 @@ class ContextMemory:
         return json.dumps([[run, client], generation, version])
 
 
-def _about(run: str, client: str, generation: int, version: int, state: State) -> dict[str, str]:
-    """What a file says of itself: whose it is and a checksum."""
+def _about(run: str, client: str, generation: int, version: int, layout: str) -> dict[str, str]:
+    """What a file says of itself, beside its checksum."""
     return {
         "run": run,
         "client": client,
         "generation": str(generation),
         "version": str(version),
-        "sha256": sha256(state),
+        "layout": layout,
     }
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from flwr.app import Context
 
+from client.cache import StateCache
+from client.device import Staging, choose, free, settle
 from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
+from client.policy import Policy
 from client.work import local_steps
 from common import tasks
 from common.errors import SettingsError
@@ -28,27 +31,35 @@ VERSIONS = f"flwr {version('flwr')}, torch {torch.__version__}"
 
 @dataclass
 class Session:
-    """One experiment in one process, shared by all clients that the process hosts: one model for all of them."""
+    """One experiment on one device of a process, shared by all clients that it hosts: one model for all of them."""
 
+    text: str
     experiment: Experiment
     strategy: FederatedStrategy
     task: Task
     model: FlatModel
     device: torch.device
+    staging: Staging
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: str, device: str) -> Session:
-        """The session of an experiment (JSON); built once, then kept. Another experiment replaces it."""
-        if (text, device) not in _sessions:
-            experiment = read_experiment(text)
-            torch.set_num_threads(experiment.local.threads)
+    def of(cls, text: str, context: Context) -> Session:
+        """The session of an experiment (JSON) on a node's device; built once, then kept. Another experiment on that
+        device replaces it.
+
+        Raises Denied if the node's policy forbids it, before anything that it names is imported.
+        """
+        target = device_of(context)
+        held = _sessions.get(target)
+        same = held is not None and held.text == text
+        experiment = held.experiment if held and same else read_experiment(text)
+        policy_of(context).check(experiment)
+        settle(experiment.local)
+        if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            target = _device(device)
-            session = cls(experiment, create(experiment), task, build(task, experiment.seed, target), target)
-            _sessions.clear()
-            _sessions[text, device] = session
-        return _sessions[text, device]
+            model = build(task, experiment.seed, target)
+            held = _sessions[target] = cls(text, experiment, create(experiment), task, model, target, Staging(target))
+        return held
 
     def data(self, name: str, file: str) -> ClientData:
         """A client's examples on the device; loaded once."""
@@ -74,8 +85,27 @@ class Session:
         )
 
 
-_sessions: dict[tuple[str, str], Session] = {}
+_sessions: dict[torch.device, Session] = {}
 _ram = RamMemory()
+_cache = StateCache()
+
+
+def device_of(context: Context) -> torch.device:
+    """The device of a node, from its settings "device" and "gpu-memory-fraction"."""
+    config = context.node_config
+    return choose(str(config.get("device", "cpu")), float(config.get("gpu-memory-fraction", 0.0)))
+
+
+def policy_of(context: Context) -> Policy:
+    """The policy of a node, from its setting "policy"."""
+    return Policy.load(str(context.node_config.get("policy", "")))
+
+
+def shares_labels(context: Context) -> bool:
+    """Whether class counts may leave this node: as its policy says, else its setting "share-labels", else only in a
+    simulation."""
+    config, allowed = context.node_config, policy_of(context).share_labels
+    return bool(config.get("share-labels", "name" not in config)) if allowed is None else allowed
 
 
 def hosted(context: Context, task: Task) -> list[str]:
@@ -93,17 +123,32 @@ def hosted(context: Context, task: Task) -> list[str]:
     return task.names()[own::nodes]
 
 
-def memory_of(context: Context) -> Memory:
+def memory_of(context: Context, session: Session) -> Memory:
     """The memory's home, from the node's setting "memory": "ram", a folder, or Flower's context by default.
 
-    With "durable" = false a folder's files are not flushed to the disk.
+    With "durable" = false, as in simulations, a folder's files are not flushed to the disk, and what lies in it is
+    read anew each time: other processes share it.
     """
     home = str(context.node_config.get("memory", ""))
     if home == "ram":
         return _ram
-    if home:
-        return DiskMemory(Path(home).expanduser(), durable=bool(context.node_config.get("durable", True)))
-    return ContextMemory(context.state)
+    if not home:
+        return ContextMemory(context.state)
+    durable = bool(context.node_config.get("durable", True))
+    return DiskMemory(
+        Path(home).expanduser(),
+        durable,
+        layout=session.model.layout_hash,
+        device=session.device,
+        to_host=session.staging.to_host,
+        cache=_cache if durable else None,
+    )
+
+
+def release() -> None:
+    """After memory ran out: give up what can be read or built again."""
+    _cache.clear()
+    free()
 
 
 def _class_counts(examples: Examples) -> str:
@@ -113,15 +158,3 @@ def _class_counts(examples: Examples) -> str:
     if int(targets.min()) < 0 or int(targets.max()) >= MOST_CLASSES:
         return ""  # no class numbers
     return json.dumps(torch.bincount(targets.long()).tolist())
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SettingsError(f"device {name!r} is unknown; allowed: cpu, auto, cuda, cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"device {name!r} was asked for and this machine has no usable CUDA device")
-    return device

@@ -5,7 +5,7 @@ An algorithm's `local` sees each raw gradient as one flat vector before the opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ from common.seeds import generator
 from common.tasks.base import ClientData, Task
 from common.vector import FlatModel, Layout, State
 from strategies.base import Upload
+
+# Of the loss in float16, as powers of two; doubled after so many steps without an overflow.
+FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**-24, 2000
 
 
 class LocalWork:
@@ -38,7 +41,9 @@ class LocalWork:
         share: float,
         accepted_last_round: bool,
         assigned: Mapping[str, float],
+        watch: Callable[[int], None] = lambda steps: None,
     ) -> None:
+        """`watch` is told the number of each step before it is taken, and may raise."""
         self.received = received
         self.memory = memory
         self.kept: State = {}
@@ -54,6 +59,9 @@ class LocalWork:
         self._model = model
         self._data = data
         self._settings = settings
+        self._watch = watch
+        self._scale = FIRST_SCALE
+        self._good_steps = 0
         self._order = generator(seed, "batches", name, round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
@@ -81,11 +89,12 @@ class LocalWork:
         proximal = self.received["model"] if self.proximal_mu else None
         model.module.train()
         for batch, single in self._batches():
-            gradient.zero_()
+            self._watch(self.steps_taken + 1)
             with normalization_frozen(model.module, single):
                 loss = self.forward(batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._backward(loss)
             self._loss_sum += loss.detach()
+            del loss  # and the graph with it, before the next batch makes its own
             if clip == "before":
                 self._clip(gradient)
             self.steps_taken += 1
@@ -104,8 +113,34 @@ class LocalWork:
         """The task's mean loss over a batch, under autocast if the settings say so."""
         if self._settings.precision == "float32":
             return self._task.loss(self._model.module, batch)
-        with torch.autocast(self._model.vector.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self._model.vector.device.type, dtype=getattr(torch, self._settings.precision)):
             return self._task.loss(self._model.module, batch)
+
+    def _backward(self, loss: Tensor) -> None:
+        """The gradient of a loss, in place of the one before.
+
+        float16 gradients underflow: there the loss is scaled up by a power of two, which is exact. A scale that
+        overflows is halved and the same batch goes backward again, through the same forward pass, so that no
+        algorithm sees a gradient that is not finite and none is left out. The scale starts anew each round: a round
+        is a function of what it was given. Raises ArithmeticError if the loss itself is not finite.
+        """
+        gradient = self._model.gradient
+        gradient.zero_()
+        if self._settings.precision != "float16":
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        while True:
+            (loss * self._scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            gradient.div_(self._scale)
+            if bool(torch.isfinite(gradient).all()):
+                break
+            if self._scale <= LEAST_SCALE or not bool(torch.isfinite(loss)):
+                raise ArithmeticError(f"the loss {float(loss.detach())} has no finite gradient in float16")
+            self._scale, self._good_steps = self._scale / 2, 0
+            gradient.zero_()
+        self._good_steps += 1
+        if self._good_steps == GROWTH_STEPS:
+            self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
 
     def delta(self) -> Tensor:
         """w_local - w_received (d,); it points downhill."""
@@ -117,12 +152,14 @@ class LocalWork:
         In evaluation mode: it must not move BatchNorm's statistics, nor depend on the batch.
         """
         gradient, data = self._model.gradient, self._data.train
+        total = torch.zeros_like(gradient)
         self._model.module.eval()
-        gradient.zero_()
         for index in torch.split(torch.arange(len(data)), self._settings.batch_size):
-            (self.forward(data.batch(index)) * (len(index) / len(data))).backward()  # type: ignore[no-untyped-call]
+            self._watch(self.steps_taken)
+            self._backward(self.forward(self._batch(index)) * (len(index) / len(data)))
+            total += gradient
         self._model.module.train()
-        return gradient.clone()
+        return total
 
     def unit_response(self) -> float:
         """a_i of FedNova for the steps taken so far."""
@@ -144,10 +181,14 @@ class LocalWork:
         )
 
     def _own(self, value: Tensor) -> Tensor:
-        """`value` on the CPU and apart from the live model, whose storage the next client overwrites."""
-        live = (self._model.vector, self._model.gradient)
+        """`value` where it is, apart from the live model, whose storage the next client overwrites."""
+        live = (self._model.vector, self._model.gradient, *self._model.buffers.values())
         shared = any(value.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() for v in live)
-        return value.detach().clone().cpu() if shared else value.detach().cpu()
+        return value.detach().clone() if shared else value.detach()
+
+    def _batch(self, index: Tensor) -> Any:
+        batch = self._data.train.batch(index)
+        return channels_last(batch) if self._settings.channels_last else batch
 
     def _clip(self, gradient: Tensor) -> None:
         bound = self._settings.clip_norm
@@ -163,12 +204,19 @@ class LocalWork:
         taken = 0
         while wanted is None or taken < wanted:
             for index in epoch_batches(count, settings.batch_size, self._order, merge_single=has_norm):
-                yield self._data.train.batch(index), has_norm and len(index) == 1
+                yield self._batch(index), has_norm and len(index) == 1
                 taken += 1
                 if taken == wanted:
                     return
             if wanted is None and taken >= settings.epochs * batches_per_epoch(count, settings.batch_size, has_norm):
                 return
+
+
+def channels_last(batch: Any) -> Any:
+    """The batch with its tensors of 4 dimensions in torch.channels_last; parameters stay views of one vector."""
+    if isinstance(batch, Tensor):
+        return batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
+    return tuple(map(channels_last, batch)) if isinstance(batch, (tuple, list)) else batch
 
 
 def local_steps(data: ClientData, settings: LocalSettings) -> int:

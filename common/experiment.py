@@ -78,8 +78,13 @@ class LocalSettings(Section):
     step_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate after each local step")
     schedule: Literal["constant", "exponential", "cosine"] = "constant"
     decay: float = Field(0.998, gt=0, le=1, description="factor a round of the exponential schedule")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the forward pass")
-    threads: int = Field(1, ge=1, description="CPU threads of a client; part of the bit-equality promise")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="autocast of the forward pass; float16 with loss scaling"
+    )
+    channels_last: bool = Field(False, description="inputs of 4 dimensions in torch.channels_last")
+    deterministic: bool = Field(False, description="only deterministic kernels: one answer on a GPU too")
+    # A server's word becomes threads at each site: too many end the process.
+    threads: int = Field(1, ge=1, le=256, description="CPU threads of a client; part of the bit-equality promise")
 
     @property
     def adaptive(self) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from common.errors import SettingsError
 
 
 @contextmanager
@@ -19,14 +22,14 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     try:
         yield temporary
         if durable:
-            _flush(temporary)
+            flush(temporary)
         temporary.replace(path)
     except Exception:
         with suppress(OSError):
             temporary.unlink()
         raise
     if durable:
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def write_atomically(path: Path, content: bytes, durable: bool = True) -> None:
@@ -35,7 +38,30 @@ def write_atomically(path: Path, content: bytes, durable: bool = True) -> None:
         temporary.write_bytes(content)
 
 
-def _flush(path: Path) -> None:
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock that ends with the process, also with one that is killed.
+
+    Raises SettingsError, with `what` and the other process's id, if another one holds it, and OSError if the file
+    cannot be made.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            who = f"another process (pid {holder})" if holder.isdigit() else "another process"
+            raise SettingsError(f"{what} is in use by {who}") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,125 @@
+"""What a site lets a server ask of it: a TOML file of the site's own, such as
+
+    experiments = ["digits-*"]            # patterns of experiment names
+    tasks = ["digits", "hospital.tasks:xray"]
+    strategies = ["fedavg", "scaffold"]
+    max_steps = 2000                      # local steps a round
+    max_seconds = 600.0                   # training time a round
+    max_upload_norm = 100.0               # L2 norm of each vector sent
+    max_message_mb = 500.0                # of what is received
+    max_memory_mb = 16000.0               # of this process, without GPU memory
+    share_labels = false                  # class counts in the roll call
+
+A key that is left out sets no limit.
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from common.errors import SettingsError
+from common.experiment import Experiment, Section, checked
+from common.vector import State
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+class Denied(Exception):
+    """What was asked for is against the site's policy; the text goes to the server."""
+
+
+class Policy(Section):
+    """The limits of one site."""
+
+    experiments: list[str] | None = Field(None, description="patterns with *, ? and [...]; upper and lower case differ")
+    tasks: list[str] | None = Field(None, description="exact names or references, as in task.name")
+    strategies: list[str] | None = None
+    max_steps: int | None = Field(None, ge=1, description="local steps a round")
+    max_seconds: float | None = Field(None, gt=0, description="seconds of training a round")
+    max_upload_norm: float | None = Field(None, gt=0, description="L2 norm of each uploaded vector")
+    max_message_mb: float = Field(2048.0, gt=0, description="MB of one received message")
+    max_memory_mb: float | None = Field(None, gt=0, description="MB of main memory of this process")
+    share_labels: bool | None = Field(None, description="default: what the node's own settings say")
+
+    @classmethod
+    def load(cls, path: str) -> Policy:
+        """The policy in a file, read once in this process; "" allows everything.
+
+        Raises SettingsError naming the file, the key, the value and what is allowed.
+        """
+        return _load(path) if path else cls()
+
+    def bound_memory(self) -> None:
+        """Hold this process to `max_memory_mb`: a larger request of a model or a task then fails as an error of that
+        message, where else the system might end the process. Where there are no such limits nothing happens.
+        """
+        if self.max_memory_mb is not None and resource is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_DATA)
+            wanted = int(self.max_memory_mb * 1e6)
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted if most < 0 else min(wanted, most), most))
+
+    def check(self, experiment: Experiment) -> None:
+        """Raise Denied for an experiment that this site takes no part in; nothing of it has been loaded yet."""
+        for key, value, allowed in (
+            ("experiments", experiment.name, self.experiments),
+            ("tasks", experiment.task.name, self.tasks),
+            ("strategies", experiment.strategy.name, self.strategies),
+        ):
+            fits = fnmatchcase if key == "experiments" else str.__eq__
+            if allowed is not None and not any(fits(value, each) for each in allowed):
+                raise Denied(f"the site's policy does not allow {key.rstrip('s')} {value[:200]!r}")
+
+    def check_steps(self, steps: int) -> None:
+        """Raise Denied for more local steps a round than allowed."""
+        if self.max_steps is not None and steps > self.max_steps:
+            raise Denied(f"{steps} local steps a round; the site's policy allows max_steps = {self.max_steps}")
+
+    def watch(self) -> Callable[[int], None]:
+        """A clock that starts now. Call it before each step with that step's number: raises Denied.
+
+        It looks at the host's clock alone, so that a GPU need not be waited for.
+        """
+        start = time.monotonic()
+
+        def look(steps: int) -> None:
+            self.check_steps(steps)
+            if self.max_seconds is not None and time.monotonic() - start > self.max_seconds:
+                raise Denied(
+                    f"step {steps} of training comes too late; the site's policy allows "
+                    f"max_seconds = {self.max_seconds:g}"
+                )
+
+        return look
+
+    def check_upload(self, vectors: State) -> None:
+        """Raise Denied for a vector that is longer than allowed, or not finite where a bound is set."""
+        if self.max_upload_norm is None:
+            return
+        for name, value in vectors.items():
+            size = float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64)) if value.ndim else 0.0
+            if not size <= self.max_upload_norm:
+                raise Denied(
+                    f"{name} has norm {size:.6g}; the site's policy allows max_upload_norm = {self.max_upload_norm:g}"
+                )
+
+
+@lru_cache(maxsize=64)
+def _load(path: str) -> Policy:
+    try:
+        tables = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"policy file {path!r} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"policy file {path!r} is not valid TOML: {error}") from None
+    return checked(Policy, tables, f"policy file {path!r}")
