@@ -1,0 +1,99 @@
+"""A site's process as Prometheus metrics: its messages, its connection, its GPU memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+KINDS = ("train", "evaluate", "query")
+STATUSES = ("ok", "error", "empty", "memory-lost", "refused", "lost")
+VALUES = ("loss", "accuracy", "examples")
+
+
+class ClientMetrics:
+    """Tell it of connections and answered messages, from any thread; `registry` is what is served.
+
+    `names`: the clients that this process hosts. A name that is none of them counts as "other", for names in
+    messages come from the server; without `names` each is taken as it comes.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, names: Iterable[str] | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._names = None if names is None else frozenset(names)
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_GpuMemory())
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"fedkeel_client_{name}", text, ("name", *labels), registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"fedkeel_client_{name}", text, ("name", *labels), registry=self.registry)
+
+        self._connected = gauge("connected", "1: the server takes messages of this client for now.")
+        self._messages = counter("messages", "Answered messages.", "kind", "status")
+        self._seconds = counter("phase_seconds", "Time spent in the phases of messages.", "kind", "phase")
+        self._bytes = counter("bytes", "Content of messages.", "direction")
+        self._last = gauge("last_message_timestamp_seconds", "When the last message was answered.")
+        self._values = {
+            "loss": gauge("loss", "Mean loss of the last message.", "kind"),
+            "accuracy": gauge("accuracy", "Accuracy of the last message.", "kind"),
+            "examples": gauge("examples", "Examples of the last message.", "kind"),
+        }
+        for name in self._names or ():
+            self.connected(name, False)
+
+    def connected(self, name: str, yes: bool) -> None:
+        """Whether the server holds a client for present."""
+        self._connected.labels(self._known(name)).set(yes)
+
+    def answered(
+        self,
+        name: str,
+        kind: str,
+        status: str,
+        seconds: Mapping[str, float],
+        bytes_down: int,
+        bytes_up: int,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """One more message was answered. `seconds`: phase ("receive", "work", "send") -> seconds.
+
+        Of `metrics` loss, accuracy and examples are shown.
+        """
+        name, kind = self._known(name), kind if kind in KINDS else "other"
+        self._messages.labels(name, kind, status if status in STATUSES else "other").inc()
+        for phase in ("receive", "work", "send"):
+            if phase in seconds:
+                self._seconds.labels(name, kind, phase).inc(max(0.0, seconds[phase]))
+        self._bytes.labels(name, "down").inc(max(0, bytes_down))
+        self._bytes.labels(name, "up").inc(max(0, bytes_up))
+        self._last.labels(name).set(time.time())
+        for key, gauge in self._values.items():
+            if key in metrics:
+                gauge.labels(name, kind).set(metrics[key])
+
+    def _known(self, name: str) -> str:
+        return name if self._names is None or name in self._names else "other"
+
+
+class _GpuMemory(Collector):
+    """What this process holds on each GPU, read from torch when it is asked for, and only if it uses one."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized():
+            return
+        devices = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+        for kind in ("allocated", "reserved"):
+            for prefix, read in (("", f"memory_{kind}"), ("max_", f"max_memory_{kind}")):
+                name = f"fedkeel_client_gpu_memory_{prefix}{kind}_bytes"
+                family = GaugeMetricFamily(name, f"GPU memory {prefix}{kind} by this process.", labels=("device",))
+                for index in devices:
+                    family.add_metric((f"cuda:{index}",), getattr(cuda, read)(index))
+                yield family
