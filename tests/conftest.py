@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 from common import flower
 
@@ -18,7 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "data": None if os.environ.get("FEDKEEL_DATA") else "FEDKEEL_DATA names no folder",
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
-        "docker": None if shutil.which("docker") else "no docker command",
     }
     for item in items:
         for marker, reason in missing.items():
