@@ -28,9 +28,11 @@ class OpenMemory:
     def __init__(self, folder: Path, lock: IO[str]) -> None:
         self.folder = folder
         self._lock = lock
+        _opened.add(self)
 
     def close(self) -> None:
         """Give the folder free."""
+        _opened.discard(self)
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -40,6 +42,10 @@ class OpenMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+# Not even a node that loses its handle gives a folder free before its process ends.
+_opened: set[OpenMemory] = set()
 
 
 def open_memory(folder: str | Path) -> OpenMemory:
