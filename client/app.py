@@ -224,14 +224,16 @@ def _receive(session: Session, message: Message) -> State:
 
 def _check_shapes(model: FlatModel, state: State, buffers: State) -> None:
     """Torch would stretch a vector of another shape without a word."""
-    expected = {"model": model.vector} | model.buffers
-    for name in expected.keys() | state.keys() | buffers.keys():
-        got, like = (buffers if name in model.buffers else state).get(name), expected.get(name, model.vector)
-        if got is None or (got.shape != like.shape and (name in expected or got.ndim)):
-            shape = "nothing" if got is None else f"shape {tuple(got.shape)}"
-            raise ValueError(f"received {shape} as {name}, expected shape {tuple(like.shape)}")
-        if name in expected and got.dtype != like.dtype:
-            raise ValueError(f"received {got.dtype} as {name}, expected {like.dtype}")
+    for name, like in {"model": model.vector, **model.buffers}.items():
+        got = (buffers if name in model.buffers else state).get(name)
+        if got is None or got.shape != like.shape or got.dtype != like.dtype:
+            told = "nothing" if got is None else f"{got.dtype} {tuple(got.shape)}"
+            raise ValueError(f"received {told} as {name}, expected {like.dtype} {tuple(like.shape)}")
+    for name, value in state.items():
+        if value.ndim and value.shape != model.vector.shape:
+            raise ValueError(
+                f"received shape {tuple(value.shape)} as {name}, expected () or {tuple(model.vector.shape)}"
+            )
 
 
 def _check_numbers(head: TrainHead) -> None:

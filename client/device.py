@@ -81,7 +81,8 @@ def settle(settings: LocalSettings) -> None:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device's or the machine's memory is full."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error)
+    told = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in told)
 
 
 def free() -> None:

@@ -71,14 +71,14 @@ class Policy(Section):
 
     def check(self, experiment: Experiment) -> None:
         """Raise Denied for an experiment that this site takes no part in; nothing of it has been loaded yet."""
-        for key, value, allowed in (
-            ("experiments", experiment.name, self.experiments),
-            ("tasks", experiment.task.name, self.tasks),
-            ("strategies", experiment.strategy.name, self.strategies),
+        for what, value, allowed in (
+            ("experiment", experiment.name, self.experiments),
+            ("task", experiment.task.name, self.tasks),
+            ("strategy", experiment.strategy.name, self.strategies),
         ):
-            fits = fnmatchcase if key == "experiments" else str.__eq__
+            fits = fnmatchcase if what == "experiment" else str.__eq__
             if allowed is not None and not any(fits(value, each) for each in allowed):
-                raise Denied(f"the site's policy does not allow {key.rstrip('s')} {value[:200]!r}")
+                raise Denied(f"the site's policy does not allow {what} {value[:200]!r}")
 
     def check_steps(self, steps: int) -> None:
         """Raise Denied for more local steps a round than allowed."""
