@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def _network(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool)
         yield Check("server", False, f"--server: {server!r} is not HOST:PORT", "such as fl.example.org:9092")
         return
     host, port = match[1].strip("[]"), int(match[2])
-    for look in (lambda: probe.name_resolves(host), lambda: probe.port_opens(host, port)):
+    looks: list[Callable[[], Check]] = [lambda: probe.name_resolves(host), lambda: probe.port_opens(host, port)]
+    for look in looks:
         yield (step := look())
         if not step.ok:
             return
