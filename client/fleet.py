@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import random
 import re
@@ -10,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+from cryptography import x509
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
@@ -32,7 +33,6 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.address import parse_address
 from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -51,12 +51,21 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 
+from common.addresses import bracketed, is_loopback
 from common.errors import RunError, SettingsError
-from common.flower import PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
+from common.flower import MOST_CALL_BYTES, PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
+from common.keys import load_private
 
 log = logging.getLogger("client.node")
 
 CALL_TIMEOUT_S = 30.0
+
+PATIENCE_S = 25.0
+"""How long a site with a key of its own tries to get in: a little longer than a server holds a killed one for alive."""
+AGAIN_S = 2.0
+
+_REGISTRATION_DISABLED = ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED
+
 OBJECT_TIMEOUT_S = 600.0
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
@@ -64,8 +73,8 @@ _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
 
 # A lost server is looked for about once a second; gRPC's own back-off goes up to two minutes.
 _CHANNEL = [
-    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_LENGTH),
-    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    ("grpc.max_send_message_length", MOST_CALL_BYTES),
+    ("grpc.max_receive_message_length", MOST_CALL_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
@@ -79,66 +88,149 @@ class RunOver(Exception):
     """The message's run has ended or was stopped; nobody waits for the answer."""
 
 
+class TooLarge(Exception):
+    """A message that holds more than this site takes."""
+
+
 class Stopping(Exception):
     """The node is to stop, and there is no server to wait for."""
 
 
-def server_address(server: str, insecure: bool) -> str:
-    """The gRPC target of a HOST:PORT. Raises SettingsError if it is none, or is remote without `insecure`."""
+def server_address(server: str) -> str:
+    """The gRPC target of a HOST:PORT. Raises SettingsError if it is none."""
+    host, port = _parsed(server)
+    return f"{bracketed(host)}:{port}"
+
+
+def _parsed(server: str) -> tuple[str, int]:
     host, port, is_v6 = parse_address(server) or ("", 0, None)
     if port < 1 or not (is_v6 or re.fullmatch(r"[A-Za-z0-9_.-]+", host)):
         raise SettingsError(f"--server: {server!r} is not HOST:PORT, such as fl.example.org:9092")
-    if not insecure and not _is_loopback(host):
-        raise SettingsError(
-            f"--server: {server} is another machine and the connection would not be encrypted; "
-            "type --insecure if that is what you want"
-        )
-    return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+    return host, port
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached and who is asking. The same for all clients of a process but for the key.
+
+    `ca`: file of the authority that signed the server's certificate; "": the system's authorities. `key`: file of the
+    private key by which the server knows this site; "": a new one each time, for servers that let anybody in.
+    Plain text is for this machine alone, unless `insecure`. `most_bytes`: of one received message.
+    """
+
+    server: str
+    ca: str = ""
+    key: str = ""
+    insecure: bool = False
+    max_wait_s: float | None = None
+    most_bytes: int = 2**31
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the connection is TLS: always beyond this machine, unless someone typed otherwise."""
+        return bool(self.ca) or not (self.insecure or is_loopback(_parsed(self.server)[0]))
+
+    def check(self) -> None:
+        """Raise SettingsError for what cannot work."""
+        server_address(self.server)
+        if self.ca and self.insecure:
+            raise SettingsError("--ca and --insecure contradict each other")
+        self.authority()
+        if self.key:
+            load_private(Path(self.key))
+
+    def authority(self) -> bytes | None:
+        """The authority's certificate in PEM; None for the system's."""
+        if not self.ca:
+            return None
+        try:
+            content = Path(self.ca).read_bytes()
+            x509.load_pem_x509_certificates(content)
+        except OSError as error:
+            raise SettingsError(f"--ca: {self.ca!r} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise SettingsError(f"--ca: {self.ca!r} is no certificate in PEM; ask for the server's ca.pem") from None
+        return content
+
+    def channel(self) -> grpc.Channel:
+        """A new channel; those of one process share a connection."""
+        address = server_address(self.server)
+        if not self.encrypted:
+            return grpc.insecure_channel(address, options=_CHANNEL)
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(self.authority()), options=_CHANNEL)
 
 
 @dataclass
 class Fleet:
     """The calls to one server under one key pair. Each call is repeated until a server answers it."""
 
-    address: str
-    max_wait_s: float | None
+    access: Access
     stop: threading.Event
     node: Node = field(default_factory=Node)
 
     def __post_init__(self) -> None:
-        private_key, public_key = generate_key_pairs()
-        self._public_key = public_key_to_bytes(public_key)
-        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL)
-        signer = NodeAuthClientInterceptor(private_key, public_key)
+        self.address = server_address(self.access.server)
+        private_key = load_private(Path(self.access.key)) if self.access.key else generate_key_pairs()[0]
+        self._public_key = public_key_to_bytes(private_key.public_key())
+        self._channel = self.access.channel()
+        signer = NodeAuthClientInterceptor(private_key, private_key.public_key())
         self._stub = FleetStub(grpc.intercept_channel(self._channel, _VersionInterceptor(), signer))
         self._lock = threading.Lock()
         self._lost_since: float | None = None
         self._left = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the server let this node in and answered the latest call."""
+        return bool(self.node.node_id) and self._lost_since is None
+
     def join(self) -> None:
-        """Register and activate this node and start its heartbeat."""
-        try:
-            self._register()
-            request = ActivateNodeRequest(public_key=self._public_key, heartbeat_interval=_HEARTBEAT_S)
-            self.node = Node(node_id=self._call("ActivateNode", request).node_id)
-        except (grpc.RpcError, ServerForgot, RunOver) as error:
-            text = f"the server at {self.address} refuses this node: {_details(error)}"
-            raise SettingsError(text) from None
+        """Register and activate this node and start its heartbeat.
+
+        A refusal is told at once and then tried again for `PATIENCE_S` seconds: the server may have just started and
+        not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
+        """
+        end, told = time.monotonic() + PATIENCE_S, ""
+        while not self.node.node_id:
+            try:
+                self.node = Node(node_id=self._enter())
+            except (grpc.RpcError, ServerForgot, RunOver) as error:
+                refused = f"the server at {self.address} refuses this node: {_reason(error)}"
+                if time.monotonic() > end or not self.access.key:
+                    raise SettingsError(refused) from None
+                if refused != told:
+                    log.warning("%s; trying again for %.0f s", refused, PATIENCE_S)
+                    told = refused
+                if self.stop.wait(AGAIN_S):
+                    raise Stopping from None
         self._heartbeat.start()
+
+    def _enter(self) -> int:
+        if not self.access.key:
+            self._register()
+            return self._activate()
+        try:
+            return self._activate()
+        except grpc.RpcError as refusal:
+            if "in use" in _details(refusal):
+                raise
+            try:
+                # A server that lets anybody in does not know the key yet.
+                self._register()
+            except grpc.RpcError as error:
+                raise (refusal if _flower_code(error) == _REGISTRATION_DISABLED else error) from None
+        return self._activate()
+
+    def _activate(self) -> int:
+        request = ActivateNodeRequest(public_key=self._public_key, heartbeat_interval=_HEARTBEAT_S)
+        return int(self._call("ActivateNode", request).node_id)
 
     def _register(self) -> None:
         try:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=self._public_key))
         except grpc.RpcError as error:
-            # The first answer was lost and the call repeated: the key is known because it is ours.
+            # The first answer was lost and the call repeated, or this site was here before: the key is known.
             if _flower_code(error) != ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE:
                 raise
 
@@ -150,6 +242,8 @@ class Fleet:
         try:
             if self.node.node_id:
                 self._stub.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id), timeout=5)
+            # Flower never takes a key back that was unregistered: one that will be used again stays.
+            if self.node.node_id and not self.access.key:
                 self._stub.UnregisterNode(UnregisterNodeFleetRequest(node_id=self.node.node_id), timeout=5)
         except grpc.RpcError:
             pass  # No server, or one that does not know us: then there is nothing to leave.
@@ -168,9 +262,10 @@ class Fleet:
 
     def receive(self, run_id: int, tree: ObjectTree) -> Message:
         """Fetch a message, waiting for what the server app has not uploaded yet."""
+        pull = make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id)
         contents = pull_objects(
             list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree))),
-            make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id),
+            _bounded(pull, self.access.most_bytes),
             initial_backoff=PULL_BACKOFF_S,
             backoff_cap=PULL_BACKOFF_CAP_S,
             max_tries_per_object=None,
@@ -225,9 +320,12 @@ class Fleet:
             now = time.monotonic()
             if self._lost_since is None:
                 self._lost_since = now
+                if not self.node.node_id and (wrong := _wrong_tls(error, self.access)):
+                    raise SettingsError(f"--server: {self.address}: {wrong}")
                 log.warning("no Flower server at %s yet (%s), retrying", self.address, _cause(error))
-            if self.max_wait_s is not None and now - self._lost_since >= self.max_wait_s:
-                waited = f"{self.max_wait_s:g} s"
+            most = self.access.max_wait_s
+            if most is not None and now - self._lost_since >= most:
+                waited = f"{most:g} s"
                 raise RunError(f"no Flower server at {self.address} for {waited}: {_cause(error)}")
 
     def _send_heartbeats(self) -> None:
@@ -264,8 +362,49 @@ def _raise_unless_connection(error: grpc.RpcError) -> None:
     raise error
 
 
-def _flower_code(error: grpc.RpcError) -> int | None:
-    flower_error = FlowerError.from_json(error.details())
+def _bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
+    """`pull`, that raises once the parts of a message hold more than `most` bytes together."""
+    taken = 0
+
+    def bounded(object_id: str) -> bytes:
+        nonlocal taken
+        content = pull(object_id)
+        taken += len(content)
+        if taken > most:
+            raise TooLarge(f"a message holds more than {most / 1e6:.0f} MB, this site's limit")
+        return content
+
+    return bounded
+
+
+def _reason(error: Exception) -> str:
+    if _flower_code(error) == _REGISTRATION_DISABLED:
+        return (
+            "it lets in only sites whose keys it knows; make one with `python -m client keygen`, give the .pub file to "
+            "its operator and join with --key"
+        )
+    if _flower_code(error) == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED and "key" not in _details(error):
+        return "it does not know this key, or another process uses it"
+    return _details(error)
+
+
+def _wrong_tls(error: grpc.RpcError, access: Access) -> str:
+    """What is wrong with the encryption, if that is why a first call failed; trying again would not help."""
+    text = error.details() or ""
+    host = _parsed(access.server)[0]
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        said = text.rpartition("CERTIFICATE_VERIFY_FAILED:")[2].strip(" :")
+        hint = "is this the ca.pem of that server?" if access.ca else "pass the ca.pem of its operator as --ca"
+        return f"its certificate is not to be trusted ({said}); {hint}"
+    if "not in peer certificate" in text or "Hostname Verification" in text:
+        return f"its certificate is not for {host!r}; its operator makes another with: python -m server certs"
+    if "WRONG_VERSION_NUMBER" in text:
+        return "it speaks plain text; with --insecure nothing would be encrypted"
+    return ""
+
+
+def _flower_code(error: Exception) -> int | None:
+    flower_error = FlowerError.from_json(error.details()) if isinstance(error, grpc.RpcError) else None
     return flower_error.code if flower_error else None
 
 

@@ -45,12 +45,19 @@ class ClientMetrics:
             "accuracy": gauge("accuracy", "Accuracy of the last message.", "kind"),
             "examples": gauge("examples", "Examples of the last message.", "kind"),
         }
+        self._online: dict[str, bool] = {}
         for name in self._names or ():
             self.connected(name, False)
 
     def connected(self, name: str, yes: bool) -> None:
         """Whether the server holds a client for present."""
+        self._online[self._known(name)] = yes
         self._connected.labels(self._known(name)).set(yes)
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the server holds all clients of this process, and who is missing."""
+        missing = sorted(name for name, yes in self._online.items() if not yes)
+        return bool(self._online) and not missing, {"not connected": missing}
 
     def answered(
         self,

@@ -15,6 +15,9 @@ FLWR_SERIES = "1.39"
 PULL_BACKOFF_S = 0.005
 PULL_BACKOFF_CAP_S = 0.1
 
+# The largest single call between server and node. Flower cuts arrays into pieces of 5 MiB, one a call.
+MOST_CALL_BYTES = 64 * 2**20
+
 _ENVIRONMENT = {
     # No telemetry and no update check: sites may not reach the internet, or may not want to.
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from common import flower, plans, references
+from common import flower, logs, plans, references
+from common.addresses import LOOPBACK
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from server.stopping import GRACE_S, StopOnSignal
 
 cli = typer.Typer(
     add_completion=False,
@@ -33,6 +36,36 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
 Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
+Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
+FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
+ControlHost = Annotated[
+    str, typer.Option(help="Where runs are submitted. Whoever reaches it runs code here: keep it to yourself.")
+]
+ControlPort = Annotated[int, typer.Option(min=1, max=65535, help="Where runs are submitted (HTTP).")]
+Certs = Annotated[
+    Path | None, typer.Option(exists=True, file_okay=False, help="TLS with the folder of `python -m server certs`.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text beyond this machine.")]
+NodesFile = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="Let in only the sites of this file; see `python -m server nodes`.")
+]
+State = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
+]
+Metrics = Annotated[
+    str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
+]
+
+
+class LogFormat(StrEnum):
+    """How lines are written."""
+
+    text = "text"
+    json = "json"
+
+
+Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
 
 
 class Engine(StrEnum):
@@ -56,32 +89,33 @@ def simulate(
     resume: Resume = False,
     seed: Seed = None,
     device: Device = "cpu",
+    grace: Grace = GRACE_S,
 ) -> None:
     """Run all clients on this machine without a server."""
     with _errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
         from server.display import Display
 
-        with Display(settings.name, settings.rounds) as display:
+        with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
             if engine is Engine.flower:
                 from server import vce
 
-                count = workers or os.cpu_count() or 1
                 vce.simulate(
                     settings,
                     folder,
                     references.load(CLIENT_APP),
                     resume=resume,
-                    workers=count,
+                    workers=workers or os.cpu_count() or 1,
                     say=display.say,
                     show=display.show,
+                    stop=stop,
                 )
             else:
                 from server import inprocess
                 from server.app import run
 
                 with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory") as grid:
-                    run(grid, settings, folder, resume=resume, say=display.say, show=display.show)
+                    run(grid, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
         _conclude(folder, display)
 
 
@@ -92,6 +126,7 @@ def local(
     resume: Resume = False,
     seed: Seed = None,
     device: Device = "cpu",
+    grace: Grace = GRACE_S,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with _errors():
@@ -102,30 +137,145 @@ def local(
 
         names = prepare(settings).task.names()
         with Display(settings.name, settings.rounds) as display:
-            federation.run(settings, folder, display, resume=resume, names=names, device=device)
+            federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
         _conclude(folder, display)
 
 
-@cli.command(epilog="Example: python -m server run experiments/digits.toml --fleet-port 9092")
+@cli.command(epilog="Example: python -m server run experiments/digits.toml --host 0.0.0.0 --certs certs")
 def run(
     experiment: File,
     run_dir: RunDir = None,
     resume: Resume = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="Go on from the latest checkpoint if there is one, else begin.")
+    ] = False,
     seed: Seed = None,
-    fleet_port: Annotated[int, typer.Option(min=1, max=65535, help="Where clients join.")] = 9092,
-    control_port: Annotated[int, typer.Option(min=1, max=65535, help="Flower's control port.")] = 8000,
+    superlink: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Submit to this control address instead of starting a SuperLink."),
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
+    ] = None,
+    host: Host = LOOPBACK,
+    fleet_port: FleetPort = 9092,
+    control_host: ControlHost = LOOPBACK,
+    control_port: ControlPort = 8000,
+    certs: Certs = None,
+    insecure: Insecure = False,
+    nodes: NodesFile = None,
+    state: State = None,
+    grace: Grace = GRACE_S,
+    metrics: Metrics = None,
+    log_format: Format = LogFormat.text,
 ) -> None:
-    """Start a SuperLink on this machine, submit the experiment, wait for clients to join and show the rounds."""
-    with _errors():
-        settings, folder = _open(experiment, run_dir, resume, seed)
-        from server import federation
-        from server.display import Display
-        from server.prepare import prepare
+    """Run an experiment with clients that join from elsewhere, and show its rounds.
 
+    Starts a SuperLink for it, or submits it to one that runs already (--superlink): then the run folder must lie where
+    both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
+    """
+    with _errors(log_format):
+        settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
+        from server import federation
+        from server.control import Control
+        from server.launch import LinkOptions
+        from server.prepare import prepare
+        from server.watch import watched
+
+        resume = resume or (resume_or_start and folder.holds_run())
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
         prepare(settings)
-        with Display(settings.name, settings.rounds) as display:
-            federation.run(settings, folder, display, resume=resume, fleet_port=fleet_port, control_port=control_port)
+        with watched(settings, metrics, log_format) as display:
+            if superlink is not None:
+                federation.attach(
+                    settings, folder, display, resume=resume, control=Control(superlink, ca), grace_s=grace
+                )
+            else:
+                federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
         _conclude(folder, display)
+
+
+@cli.command(epilog="Example: python -m server superlink --host 0.0.0.0 --certs certs --nodes nodes.toml --state state")
+def superlink(
+    host: Host = LOOPBACK,
+    fleet_port: FleetPort = 9092,
+    control_host: ControlHost = LOOPBACK,
+    control_port: ControlPort = 8000,
+    certs: Certs = None,
+    insecure: Insecure = False,
+    nodes: NodesFile = None,
+    state: State = None,
+    grace: Grace = GRACE_S,
+    metrics: Metrics = None,
+    log_format: Format = LogFormat.text,
+) -> None:
+    """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
+    with _errors(log_format):
+        from server import superlink as service
+        from server.launch import LinkOptions
+        from server.watch import endpoint, say
+
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
+
+
+@cli.command(epilog="Example: python -m server certs --host fl.example.org --ip 192.0.2.7")
+def certs(
+    host: Annotated[list[str] | None, typer.Option(help="DNS name that clients type; may be given again.")] = None,
+    ip: Annotated[list[str] | None, typer.Option(help="IP address that clients type; may be given again.")] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder.")] = Path("certs"),
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Until the server's certificate expires.")] = 825,
+) -> None:
+    """Make a certificate authority and the server's certificate, or with an authority that is there a new certificate.
+
+    Sites get OUT/ca.pem. OUT/ca.key signs further certificates: keep it off the server.
+    """
+    with _errors():
+        from server import certs as authority
+
+        made = authority.write(out, host or [], ip or [], days)
+        typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
+        typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
+
+
+sites = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
+cli.add_typer(sites, name="nodes")
+SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
+
+
+@sites.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub")
+def nodes_add(
+    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
+    key: Annotated[Path, typer.Argument(help="Its public key, from `python -m client keygen`.")],
+    file: SiteFile = Path("nodes.toml"),
+) -> None:
+    """Allow a site. A server that runs with this file lets it in within seconds."""
+    with _errors():
+        from server import nodes
+
+        typer.echo(f"{name} may join with key {nodes.add(file, name, key)}")
+
+
+@sites.command("list")
+def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
+    """The sites that may join."""
+    with _errors():
+        from common.keys import fingerprint
+        from server import nodes
+
+        for name, key in sorted(nodes.read(file).items()):
+            typer.echo(f"{name:20} {fingerprint(key)}")
+
+
+@sites.command("remove")
+def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
+    """Shut a site out. Its key is never taken back: to return, it needs a new one."""
+    with _errors():
+        from server import nodes
+
+        nodes.remove(file, name)
+        typer.echo(f"{name} is shut out")
 
 
 @cli.command(epilog="Example: python -m server check experiments/digits.toml")
@@ -156,15 +306,20 @@ def report(
         typer.echo(f"page {out.resolve()}")
 
 
-def _open(path: Path, run_dir: Path | None, resume: bool, seed: int | None) -> tuple[Experiment, Any]:
+def _open(
+    path: Path, run_dir: Path | None, resume: bool, seed: int | None, either: bool = False
+) -> tuple[Experiment, Any]:
     from server.folder import RunFolder, choose
 
     plans.share()
     settings = Experiment.load(path)
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})
+    if either and run_dir is None:
+        run_dir = Path("runs") / settings.name
     folder = RunFolder(run_dir or choose("runs", settings.name, resume))
-    folder.require(resume)
+    if not either:
+        folder.require(resume)
     return settings, folder
 
 
@@ -179,9 +334,12 @@ def _conclude(folder: Any, display: Any) -> None:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     """One message and an exit code instead of a stack trace: 2 for what the user wrote, 1 for a failed run."""
     flower.prepare()
+    logs.configure(log_format.value)
+    # Clients of this process, in a simulation: what they have to say reaches the server and is told by it.
+    logging.getLogger("client.app").setLevel(logging.ERROR)
     console = Console(stderr=True)
     try:
         flower.check_version()

@@ -17,9 +17,11 @@ from common.experiment import Experiment
 from server.display import COLUMNS, line
 from server.events import Events
 from server.folder import RunFolder, choose
+from server.guard import bound_replies, guard_replies
 from server.prepare import prepare
 from server.processes import end_with_parent
 from server.rounds import Record, Rounds
+from server.stopping import Stop, StopOnSignal, Stopped, earliest
 from strategies import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,12 +43,15 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
     flower.tune_flower(longest_wait_s=experiment.round.deadline_s)
+    guard_replies()
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose("runs", experiment.name, resume))
     say(" ".join(f"{column:>10}" for column in COLUMNS))
     strict = bool(config.get("strict", False))
-    run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)), strict=strict)
+    # Flower's own handler would leave the round in hand unfinished.
+    with StopOnSignal() as stop:
+        run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)), stop=stop, strict=strict)
 
 
 def say(text: str) -> None:
@@ -70,17 +75,21 @@ def run(
     resume: bool = False,
     say: Callable[[str], None] = say,
     show: Callable[[Record], None] = lambda record: None,
+    stop: Stop = lambda: None,
     strict: bool = True,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
-    What became of it, also of a failure, stands in the folder's run.json: there other processes look.
+    What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
+    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart.
     """
     experiment = resolve(experiment)
     with folder.open(resume):
         try:
-            folder.set_status("running", rounds=experiment.rounds)
+            folder.set_status("starting", rounds=experiment.rounds)
             torch.set_num_threads(experiment.local.threads)
+            prepared = prepare(experiment)
+            bound_replies(prepared)
             with Events(folder.path) as events:
 
                 def shown(record: Record) -> None:
@@ -91,8 +100,14 @@ def run(
                     folder.note(text)
                     say(text)
 
-                rounds = Rounds(grid, prepare(experiment), folder, say=told, show=shown, strict=strict)
+                either = earliest(stop, folder.stop)
+                rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict)
                 record = rounds.run(resume)
+        except Stopped:
+            record = (folder.history() or [{}])[-1]
+            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0)
+            say(f"stopped after round {record.get('round', 0)}; go on with --resume")
+            return record
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)
             raise

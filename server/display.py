@@ -57,6 +57,9 @@ class Display:
                 self._plain_header = True
             self.say(line(record))
 
+    def tick(self) -> None:
+        """Nothing to do: the clock on the terminal runs by itself."""
+
     def _render(self) -> Group:
         table = Table(title=self._title, title_justify="left", expand=False)
         for name in COLUMNS:

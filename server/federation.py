@@ -1,105 +1,208 @@
-"""A whole federation on this machine: a SuperLink, the server app and, for `local`, its clients."""
+"""A run behind a SuperLink, seen from the command that started it: submit, show the rounds, stop."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
-from server.display import Display
-from server.folder import RunFolder
-from server.launch import (
-    ROOT,
-    Clients,
-    RunStatus,
-    SuperLink,
-    check_ports,
-    run_log,
-    run_status,
-    start_clients,
-    submit_run,
-)
+from server.folder import HISTORY, NOTES, RunFolder
+from server.launch import ROOT, Clients, Control, LinkOptions, RunStatus, SuperLink, start_clients
+from server.nodes import Follower
+from server.processes import hurry
+from server.stopping import GRACE_S, Stop, StopOnSignal
+from server.watch import Viewer
 
 LOOK_S = 0.1
 ASK_S = 2.0
+AT_ONCE_S = 2.0
+MARGIN_S = 15.0
+"""How long after the grace of a stop the server app may take to write its state and end."""
 
 
 def run(
     experiment: Experiment,
     folder: RunFolder,
-    display: Display,
+    display: Viewer,
     *,
     resume: bool,
     names: Sequence[str] = (),
     device: str = "cpu",
-    fleet_port: int | None = None,
-    control_port: int | None = None,
+    options: LinkOptions | None = None,
+    grace_s: float = GRACE_S,
 ) -> None:
-    """Run an experiment behind a real SuperLink, with resident clients `names` started here, and show its rounds.
+    """Run an experiment behind a SuperLink of its own, with resident clients `names` started here, and show its rounds.
 
     Stops every process that it started, also after Ctrl-C or SIGTERM. Raises what ended the run.
     """
-    check_ports({"--fleet-port": fleet_port, "--control-port": control_port})
+    options = options or LinkOptions()
+    options.check()
     logs = folder.path / "logs"
+    link = SuperLink(logs / "superlink.log", options=options)
+    memory = folder.path / "memory"
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals(grace_s))
+        begin(folder, resume)
+        # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a
+        # round in hand must not be completed without those that stopped a moment earlier.
+        clients = stack.enter_context(
+            start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device)
+        )
+        stack.enter_context(link)
+        if options.nodes:
+            stack.enter_context(Follower(options.nodes, link.control, display.say))
+        if not names:
+            display.say(f"clients join with: {join_command(link.options)}")
+
+        said = Tail(logs / "superlink.log", skip=True)
+
+        def trouble() -> str | None:
+            for line in said.lines():
+                if "refused a node" in line:
+                    display.say(line[line.index("refused a node") :])
+            for name, why in clients.newly_ended().items():
+                display.say(f"client {name} ended: {why}")
+            return None if link.running else f"the SuperLink ended; its log: {link.log}"
+
+        # Clients of one's own are all there are; of others one may be wrong and the rest go on.
+        submitted(link.control, experiment, folder, display, resume, stop, grace_s, trouble, strict=bool(names))
+
+
+def attach(
+    experiment: Experiment,
+    folder: RunFolder,
+    display: Viewer,
+    *,
+    resume: bool,
+    control: Control,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Run an experiment behind a SuperLink that runs already, and show its rounds.
+
+    The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
+    stops the run too, without finishing its round.
+    """
+    with stop_on_signals(grace_s) as stop:
+        begin(folder, resume)
+        submitted(control, experiment, folder, display, resume, stop, grace_s, lambda: None, strict=False)
+
+
+def begin(folder: RunFolder, resume: bool) -> None:
+    """Look whether the folder is free, before anything starts."""
     with folder.open(resume):
         # The server app locks the folder itself; what an earlier run left there must not be taken for its word.
         folder.set_status("starting")
-    link = SuperLink(logs / "superlink.log", fleet_port=fleet_port, control_port=control_port)
-    memory = folder.path / "memory"
-    # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a round
-    # in hand must not be completed without those that stopped a moment earlier.
-    with (
-        _terminated_as_interrupt(),
-        start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device) as clients,
-        link,
-    ):
-        if not names:
-            display.say(f"clients join with: python -m client join --server {link.fleet_address} --name NAME")
-        config: dict[str, str | int | float | bool] = {
-            "experiment-toml": experiment.toml(),
-            "run-dir": str(folder.path),
-            "resume": resume,
-            # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-            "strict": bool(names),
-        }
-        run_id = submit_run(link.control_address, ROOT, config)
-        _follow(folder, display, link, clients, run_id)
 
 
-def _follow(folder: RunFolder, display: Display, link: SuperLink, clients: Clients, run_id: int) -> None:
+def submitted(
+    control: Control,
+    experiment: Experiment,
+    folder: RunFolder,
+    display: Viewer,
+    resume: bool,
+    stop: Stop,
+    grace_s: float,
+    trouble: Callable[[], str | None],
+    strict: bool,
+) -> None:
+    """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on."""
+    config: dict[str, str | int | float | bool] = {
+        "experiment-toml": experiment.toml(),
+        "run-dir": str(folder.path),
+        "resume": resume,
+        "strict": strict,
+    }
+    run_id = control.submit(ROOT, config)
+    try:
+        _follow(folder, display, control, run_id, stop, grace_s, trouble)
+    except KeyboardInterrupt:
+        folder.stop.ask(0)
+        end = time.monotonic() + AT_ONCE_S
+        while folder.status().get("status") == "running" and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        raise
+
+
+def _follow(
+    folder: RunFolder,
+    display: Viewer,
+    control: Control,
+    run_id: int,
+    stop: Stop,
+    grace_s: float,
+    trouble: Callable[[], str | None],
+) -> None:
     """Show the history as it grows until the run is over; raise its error."""
-    shown, told = len(folder.history()), len(folder.notes())
-    complained: set[str] = set()
-    asked = time.monotonic()
+    history, notes = Tail(folder.path / HISTORY), Tail(folder.path / NOTES, skip=True)
+    asked, stopping = time.monotonic(), False
     while True:
-        status = folder.status().get("status")
-        history = folder.history()
-        for record in history[min(shown, len(history)) :]:
-            display.show(record)
-        shown = len(history)
-        for text in (notes := folder.notes())[told:]:
-            display.say(text)
-        told = len(notes)
-        for name, why in clients.ended().items():
-            if name not in complained:
-                complained.add(name)
-                display.say(f"client {name} ended: {why}")
-        if status == "finished":
+        display.tick()
+        status = folder.status()
+        if "after" in status:
+            for line in history.lines():
+                if (record := json.loads(line))["round"] > status["after"]:
+                    display.show(record)
+        for line in notes.lines():
+            display.say(line)
+        if status.get("status") in ("finished", "stopped"):
             return
-        if status == "failed":
+        if status.get("status") == "failed":
             raise failure(folder)
-        if not link.running:
-            raise RunError(f"the SuperLink ended; its log: {link.log}")
+        if (why := trouble()) is not None:
+            raise RunError(why)
+        if (until := stop()) is not None:
+            if not stopping:
+                stopping = True
+                folder.stop.ask(max(0.0, until - time.monotonic()))
+                display.say(f"stopping after the round in hand, within {grace_s:g} s; once more to stop at once")
+            if time.monotonic() > until + MARGIN_S:
+                raise RunError("the run did not stop in time; go on with --resume")
         if time.monotonic() - asked > ASK_S:
             asked = time.monotonic()
-            answer = run_status(link.control_address, run_id)
-            if answer.over and folder.status().get("status") not in ("finished", "failed"):
-                raise RunError(_died(link, run_id, answer))
+            answer = control.status(run_id)
+            if answer.over and folder.status().get("status") not in ("finished", "failed", "stopped"):
+                raise RunError(_died(control, run_id, answer))
         time.sleep(LOOK_S)
+
+
+class Tail:
+    """The new whole lines of a file that grows, or that is replaced by another one as a whole."""
+
+    def __init__(self, path: Path, skip: bool = False) -> None:
+        self._path, self._offset, self._file = path, 0, 0
+        if skip and path.exists():
+            self._offset, self._file = path.stat().st_size, path.stat().st_ino
+
+    def lines(self) -> Iterator[str]:
+        """What was added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._file or about.st_size < self._offset:
+                    self._file, self._offset = about.st_ino, 0
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return
+        whole = added.rpartition(b"\n")[0]
+        self._offset += len(whole) + 1 if whole else 0
+        yield from whole.decode("utf-8", "replace").splitlines()
+
+
+def join_command(options: LinkOptions) -> str:
+    """What a site types, with what only it knows in capitals."""
+    host = "HOST" if options.host in ("0.0.0.0", "::") else options.host
+    tls = f" --ca {Path(options.certificates.name) / 'ca.pem'}" if options.certificates else ""
+    key = " --key NAME.key" if options.nodes else ""
+    plain = " --insecure" if options.insecure else ""
+    return f"python -m client join --server {host}:{options.fleet_port} --name NAME{tls}{key}{plain}"
 
 
 def failure(folder: RunFolder) -> Exception:
@@ -109,25 +212,30 @@ def failure(folder: RunFolder) -> Exception:
     return SettingsError(text) if status.get("exit_code") == 2 else RunError(text)
 
 
-def _died(link: SuperLink, run_id: int, answer: RunStatus) -> str:
-    log = run_log(link.control_address, run_id).strip().splitlines()[-20:]
+def _died(control: Control, run_id: int, answer: RunStatus) -> str:
+    log = control.log(run_id).strip().splitlines()[-20:]
     return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
 
 @contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that what was started is stopped; while it is, further signals wait."""
+def stop_on_signals(grace_s: float) -> Iterator[Stop]:
+    """SIGTERM asks to stop; the second one, or Ctrl-C, unwinds at once, so that what was started is stopped too.
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    While it is, further signals wait.
+    """
+
+    def unwind(number: int = 0, frame: Any = None) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
+        hurry()
         raise KeyboardInterrupt
 
-    before: dict[signal.Signals, Callable[..., object] | int | None] = {}
-    for each in (signal.SIGTERM, signal.SIGINT):
-        before[each] = signal.signal(each, on_signal)
+    before = signal.signal(signal.SIGINT, unwind)
     try:
-        yield
+        with StopOnSignal(grace_s, at_once=unwind) as stop:
+            yield stop
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.signal(signal.SIGINT, before)
+
+
+__all__ = ["Clients", "Tail", "attach", "begin", "failure", "join_command", "run", "stop_on_signals", "submitted"]

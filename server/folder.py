@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ from safetensors.torch import save
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.files import write_atomically
+from common.files import locked, write_atomically
 from common.vector import State
+from server.stopping import StopFile
 
 HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
     "history.jsonl",
@@ -36,6 +35,11 @@ class RunFolder:
         self.path = Path(path).resolve()
 
     @property
+    def stop(self) -> StopFile:
+        """The request to stop the run in this folder."""
+        return StopFile(self.path)
+
+    @property
     def checkpoints(self) -> Path:
         """Where the round-stamped checkpoints lie."""
         return self.path / CHECKPOINTS
@@ -47,23 +51,21 @@ class RunFolder:
         Raises SettingsError if another process uses it, if it holds a run and `resume` is off, or if it is on and
         there is none.
         """
-        new = not self.path.exists()
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
-        try:
+        with ExitStack() as stack:
+            if not self.path.exists():
+                stack.callback(self._remove_if_empty)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise SettingsError(f"run folder {str(self.path)!r} is in use by another process") from None
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.path / ".lock", f"run folder {str(self.path)!r}"))
+            except OSError as error:
+                raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
             self.require(resume)
+            self.stop.clear()
             yield
-        finally:
-            if new and not self.holds_run():
-                shutil.rmtree(self.path, ignore_errors=True)
-            os.close(lock)
+
+    def _remove_if_empty(self) -> None:
+        if not self.holds_run():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def require(self, resume: bool) -> None:
         """Raise SettingsError if the folder does not fit: it holds a run to be kept, or none to resume."""
@@ -118,7 +120,7 @@ class RunFolder:
         write_atomically(self.path / ROLL, json.dumps(members, indent=1).encode())
 
     def set_status(self, status: str, **more: Any) -> None:
-        """What became of the run: "running", "finished" or "failed", and why."""
+        """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why."""
         write_atomically(self.path / STATUS, json.dumps({"status": status, **more}, indent=1).encode())
 
     def status(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class InProcessGrid(Grid):
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """The one node."""
-        return [NodeInfo(node_id=NODE)]
+        return [NodeInfo(node_id=node) for node in self.get_node_ids()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue messages in place of those that nobody asked for any more; returns their ids."""

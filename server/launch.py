@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
+from common.addresses import LOOPBACK, answers, bracketed, is_loopback, reachable
 from common.errors import RunError, SettingsError
+from common.files import locked
 from common.flower import environment
-from server.control import ROOT, RunStatus, bundle, run_log, run_status, stop_run, submit_run
+from server.certs import Certificates
+from server.control import ROOT, Control, RunStatus, bundle, run_log, run_status, stop_run, submit_run
 from server.processes import Family, free_ports, stop
 
 __all__ = [
     "ROOT",
     "Clients",
+    "Control",
+    "LinkOptions",
     "RunStatus",
     "SuperLink",
     "bundle",
-    "check_ports",
     "free_ports",
     "run_log",
     "run_status",
@@ -34,56 +40,108 @@ __all__ = [
 ]
 
 
-# Its own program, but without a line of log for each of the dozens of requests of a round.
-_START = """
-import os
-from flwr.supercore.logger import update_console_handler
-from flwr.superlink.cli.flower_superlink import flower_superlink
-update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
-flower_superlink()
-"""
+@dataclass(frozen=True)
+class LinkOptions:
+    """Where a SuperLink listens and whom it lets in.
+
+    `host`: for clients, over gRPC; `control_host`: for submitting runs, which is running code: not for the world.
+    `certificates`: folder of `python -m server certs`; TLS on both legs. `nodes`: only sites of this file may join.
+    `state`: folder for Flower's database and home; without it both end with the process. None as a port: a free one.
+    """
+
+    host: str = LOOPBACK
+    fleet_port: int | None = None
+    control_host: str = LOOPBACK
+    control_port: int | None = None
+    certificates: Path | None = None
+    insecure: bool = False
+    nodes: Path | None = None
+    state: Path | None = None
+
+    def check(self) -> None:
+        """Raise SettingsError for options that cannot work or would leave a connection open to all."""
+        if self.certificates and self.insecure:
+            raise SettingsError("--certs and --insecure contradict each other")
+        if self.certificates:
+            Certificates(self.certificates).require()
+        for option, host in (("--host", self.host), ("--control-host", self.control_host)):
+            if not (self.certificates or self.insecure or is_loopback(host)):
+                raise SettingsError(
+                    f"{option} {host} is open to other machines and nothing would be encrypted: make certificates "
+                    "with `python -m server certs` and pass --certs, or type --insecure if that is what you want"
+                )
+        if self.nodes:
+            if not self.certificates:
+                raise SettingsError("--nodes needs --certs: Flower checks node keys over TLS only")
+            if not self.nodes.is_file():
+                raise SettingsError(
+                    f"--nodes: there is no file {str(self.nodes)!r}; make it with: python -m server nodes add NAME KEY"
+                )
+        for name, host, port in (
+            ("--fleet-port", self.host, self.fleet_port),
+            ("--control-port", self.control_host, self.control_port),
+        ):
+            if port is not None and answers(port, reachable(host)):
+                raise SettingsError(f"{name} = {port}: this port of {host} is in use; is another server running?")
 
 
 class SuperLink:
-    """A `flower-superlink` of this environment on 127.0.0.1; a context manager that stops all it started.
+    """A `flower-superlink` of this environment; a context manager that stops all it started.
 
-    `control_address`: for `submit_run`; `fleet_address`: for clients. `home`: Flower's own folder, by default
-    a temporary one. Entering waits until both ports answer, or raises RunError with the end of the log.
+    `control`: for submitting runs; `fleet_address`: for clients. Entering waits until both ports answer, or raises
+    RunError with the end of the log.
     """
 
     def __init__(
         self,
-        log: Path,
+        log: Path | None,
         *,
-        control_port: int | None = None,
         fleet_port: int | None = None,
-        home: Path | None = None,
+        control_port: int | None = None,
+        options: LinkOptions | None = None,
         start_timeout_s: float = 60.0,
     ):
         spare = free_ports(2)
-        self.control_port = control_port or spare[0]
-        self.fleet_port = fleet_port or spare[1]
+        given = options or LinkOptions(fleet_port=fleet_port, control_port=control_port)
+        self.options = replace(
+            given, fleet_port=given.fleet_port or spare[0], control_port=given.control_port or spare[1]
+        )
         self.log = log
-        self._home = home
         self._start_timeout_s = start_timeout_s
         self._stack = ExitStack()
 
     @property
+    def fleet_port(self) -> int:
+        """Where clients join."""
+        return self.options.fleet_port or 0
+
+    @property
+    def control_port(self) -> int:
+        """Where runs are submitted."""
+        return self.options.control_port or 0
+
+    @property
+    def control(self) -> Control:
+        """Where runs are submitted, from this machine."""
+        certificates = self.options.certificates
+        return Control(self.control_address, Certificates(certificates).ca if certificates else None)
+
+    @property
     def control_address(self) -> str:
-        """Where runs are submitted, HOST:PORT."""
-        return f"127.0.0.1:{self.control_port}"
+        """Where runs are submitted from this machine, HOST:PORT."""
+        return f"{reachable(self.options.control_host)}:{self.control_port}"
 
     @property
     def fleet_address(self) -> str:
-        """Where clients join, HOST:PORT."""
-        return f"127.0.0.1:{self.fleet_port}"
+        """Where clients of this machine join, HOST:PORT."""
+        return f"{reachable(self.options.host)}:{self.fleet_port}"
 
     def __enter__(self) -> Self:
-        for port in (self.control_port, self.fleet_port):
-            if _answers(port):
-                raise RunError(f"port {port} of 127.0.0.1 is in use; is another server running?")
+        for port, host in ((self.control_port, self.options.control_host), (self.fleet_port, self.options.host)):
+            if answers(port, reachable(host)):
+                raise RunError(f"port {port} of {reachable(host)} is in use; is another server running?")
         with ExitStack() as stack:
-            home = self._home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-")))
+            home = self._home(stack)
             self.family = Family(self._command(), _server_environment(home), self.log)
             stack.callback(stop, [self.family], 3.0)
             self._wait()
@@ -105,14 +163,41 @@ class SuperLink:
         """The server's process id."""
         return self.family.process.pid
 
+    def apps(self) -> list[psutil.Process]:
+        """The server apps that run behind it."""
+        return [each for each in self.family.members() if any("flwr-serverapp" in word for word in _command_of(each))]
+
+    def _home(self, stack: ExitStack) -> Path:
+        if self.options.state is None:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-")))
+        home = self.options.state.resolve() / "flower"
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(self.options.state / ".lock", f"state folder {str(self.options.state)!r}"))
+        except OSError as error:
+            raise SettingsError(f"--state: {str(self.options.state)!r} cannot be written: {error}") from None
+        return home
+
     def _command(self) -> list[str]:
-        options = "--insecure --isolation subprocess --disable-runtime-dependency-installation --host 127.0.0.1"
-        ports = ["--port", str(self.control_port), "--fleet-api-address", self.fleet_address]
-        return [sys.executable, "-c", _START, *options.split(), *ports]
+        options, made = self.options, self.options.certificates and Certificates(self.options.certificates.resolve())
+        words = ["--isolation", "subprocess", "--disable-runtime-dependency-installation"]
+        words += ["--host", options.control_host, "--port", str(self.control_port)]
+        words += ["--fleet-api-address", f"{bracketed(options.host)}:{self.fleet_port}"]
+        if made:
+            words += ["--ssl-ca-certfile", str(made.ca)]
+            words += ["--ssl-certfile", str(made.certificate), "--ssl-keyfile", str(made.key)]
+        else:
+            words += ["--insecure"]
+        words += ["--enable-supernode-auth"] if options.nodes else []
+        words += ["--database", str(options.state.resolve() / "superlink.db")] if options.state else []
+        # By code and not by file, so that the folder it runs in can be imported from, as with any Python command.
+        start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from server.link import main; main()"
+        return [sys.executable, "-c", start, *words]
 
     def _wait(self) -> None:
         end = time.monotonic() + self._start_timeout_s
-        while not (_answers(self.control_port) and _answers(self.fleet_port)):
+        ports = ((self.control_port, self.options.control_host), (self.fleet_port, self.options.host))
+        while not all(answers(port, reachable(host)) for port, host in ports):
             if not self.running:
                 raise RunError(f"the Flower server ended while starting:\n{self.family.tail()}")
             if time.monotonic() > end:
@@ -127,17 +212,12 @@ def _server_environment(home: Path) -> dict[str, str]:
     return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
 
 
-def check_ports(ports: Mapping[str, int | None]) -> None:
-    """Raise SettingsError for a port of 127.0.0.1 that is taken; `ports`: what it is called -> number."""
-    for name, port in ports.items():
-        if port is not None and _answers(port):
-            raise SettingsError(f"{name} = {port}: this port of 127.0.0.1 is in use; is another server running?")
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def _command_of(process: psutil.Process) -> list[str]:
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.Error:
+        words = []
+    return words
 
 
 class Clients:
@@ -145,6 +225,7 @@ class Clients:
 
     def __init__(self, families: Mapping[str, Family]):
         self._families = dict(families)
+        self._told: set[str] = set()
 
     def ended(self) -> dict[str, str]:
         """Clients whose process is gone: name -> exit code and the end of its log."""
@@ -153,6 +234,12 @@ class Clients:
             for name, family in self._families.items()
             if not family.running
         }
+
+    def newly_ended(self) -> dict[str, str]:
+        """As `ended`, each client once."""
+        new = {name: why for name, why in self.ended().items() if name not in self._told}
+        self._told |= new.keys()
+        return new
 
     def pid(self, name: str) -> int:
         """The process id of a client."""

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -55,19 +56,23 @@ class Family:
     command gets SIGTERM on Linux; note that there "the parent" is the thread that called this.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None):
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path | None, cwd: Path | None = None):
+        """Start the command. Without `log` its output goes where this process's goes."""
         self.log = log
         self._tag = uuid.uuid4().hex
         tied = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with ExitStack() as stack:
+            output = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
             self.process = subprocess.Popen(
                 [*tied, *command],
                 env={**env, _TAG: self._tag},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,
             )
 
@@ -78,7 +83,7 @@ class Family:
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of the log."""
-        text = self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
+        text = self.log.read_text("utf-8", errors="replace") if self.log and self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     def members(self) -> list[psutil.Process]:
@@ -92,13 +97,22 @@ class Family:
         return found
 
 
+_longest_grace_s = float("inf")
+
+
+def hurry(grace_s: float = 2.0) -> None:
+    """From now on nothing that this process stops is waited for longer than `grace_s` seconds."""
+    global _longest_grace_s
+    _longest_grace_s = grace_s
+
+
 def stop(families: Sequence[Family], grace_s: float) -> None:
     """Ask all families to end, wait up to `grace_s` seconds, then kill what is left of them."""
     members = [process for family in families for process in family.members()]
     for process in members:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    psutil.wait_procs(members, timeout=grace_s)
+    psutil.wait_procs(members, timeout=min(grace_s, _longest_grace_s))
     # Anew: a member may have started another one meanwhile.
     rest = [process for family in families for process in family.members()]
     for process in rest:

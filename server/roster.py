@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.exchange import Exchange
+from server.stopping import Stop, Stopped
 from strategies.course import Course
 from strategies.messages import Refused
 from strategies.roll import Member, members_of, roll_messages
@@ -23,7 +25,13 @@ class Roster:
     """The roll: called at the start and for every node that joins."""
 
     def __init__(
-        self, grid: Grid, experiment: Experiment, course: Course, plan: str, say: Callable[[str], None]
+        self,
+        grid: Grid,
+        experiment: Experiment,
+        course: Course,
+        plan: str,
+        say: Callable[[str], None],
+        stop: Stop = lambda: None,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
@@ -32,7 +40,9 @@ class Roster:
         self._course = course
         self._plan = plan
         self._say = say
-        self._nodes: set[int] = set()
+        self._stop = stop
+        self._nodes: dict[int, str] = {}
+        """Node on the roll -> when it was activated: another time is another process."""
         self._refused: dict[int, str] = {}
         self._silent: dict[int, float] = {}
         """Node that did not answer its roll call -> when to call it again."""
@@ -59,6 +69,7 @@ class Roster:
             self.refresh(strict)
             if len(self.members) >= count:
                 return
+            self._heed()
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
                 refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
@@ -77,9 +88,21 @@ class Roster:
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
+            self._heed()
             time.sleep(POLL_S)
             self.refresh()
         return True
+
+    def _heed(self) -> None:
+        if self._stop() is not None:
+            raise Stopped
+
+    def restarted(self) -> set[int]:
+        """Nodes on the roll whose process has started anew since: what they were asked is lost."""
+        return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
+
+    def _online(self) -> dict[int, NodeInfo]:
+        return {info.node_id: info for info in self._grid.get_nodes()}
 
     def refresh(self, strict: bool = False) -> None:
         """Take out nodes that left and call the roll of new ones.
@@ -87,14 +110,16 @@ class Roster:
         A node that must not take part is refused: with `strict` (before round 1) as SettingsError, later with a
         line in the log.
         """
-        now = set(self._grid.get_node_ids())
-        if gone := (self._nodes | self._refused.keys()) - now:
+        online = self._online()
+        left = {node for node, stamp in self._nodes.items() if node not in online or _stamp(online[node]) != stamp}
+        if gone := left | (self._refused.keys() - online.keys()):
             self.members = {name: m for name, m in self.members.items() if m.node not in gone}
-            self._nodes -= gone
+            for node in left:
+                del self._nodes[node]
             # A client that started anew was refused for as long as its old node seemed to be alive.
             self._refused.clear()
         resting = {node for node, until in self._silent.items() if time.monotonic() < until}
-        new = sorted(now - self._nodes - self._refused.keys() - resting)
+        new = sorted(online.keys() - self._nodes.keys() - self._refused.keys() - resting)
         if not new:
             return
         # A node that seems to be online and says nothing must not hold up every round.
@@ -103,7 +128,7 @@ class Roster:
             node = reply.metadata.src_node_id
             self._silent.pop(node, None)
             try:
-                self._enter(node, reply)
+                self._enter(online[node], reply)
             except Refused as error:
                 self._refused[node] = str(error)
                 if strict:
@@ -116,12 +141,20 @@ class Roster:
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
         return list(Exchange(self._grid).run(by_name, deadline).values())
 
-    def _enter(self, node: int, reply: Message) -> None:
+    def _enter(self, info: NodeInfo, reply: Message) -> None:
+        node = info.node_id
         members, in_flight = members_of(reply, self._course.layout, self._plan)
         for name in (member.name for member in members):
+            if info.name and name != info.name:
+                raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")
             if name in self.members:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
         self._course.admit(members)
         self.members |= {member.name: member for member in members}
         self.in_flight[node] = in_flight
-        self._nodes.add(node)
+        self._nodes[node] = _stamp(info)
+
+
+def _stamp(info: NodeInfo) -> str:
+    """When a node was activated, "" where Flower does not say (simulation)."""
+    return str(info.last_activated_at)

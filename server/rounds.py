@@ -21,6 +21,7 @@ from server.evaluate import Evaluation, describe, summarize
 from server.exchange import Exchange
 from server.folder import RunFolder
 from server.roster import Roster
+from server.stopping import Stop, Stopped
 from strategies.base import FederatedStrategy, Upload
 from strategies.course import Course, NotFinite
 from strategies.messages import Refused, read_reply, usable
@@ -47,6 +48,7 @@ class Attempt:
     sampled: list[str]
     uploads: list[Upload] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     cause: str = ""
     bytes_down: int = 0
@@ -65,7 +67,7 @@ class Rounds:
         *,
         say: Callable[[str], None],
         show: Callable[[Record], None] = lambda record: None,
-        stopped: Callable[[], bool] = lambda: False,
+        stop: Stop = lambda: None,
         strict: bool = True,
     ) -> None:
         self._grid = grid
@@ -76,7 +78,7 @@ class Rounds:
         self._folder = folder
         self._say = say
         self._show = show
-        self._stopped = stopped
+        self._stop = stop
         self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
         settings = prepared.experiment.checkpoint
@@ -85,19 +87,22 @@ class Rounds:
     def run(self, resume: bool = False) -> Record:
         """Run to the last round; returns the last line of the history, {} if there was nothing to do.
 
-        Raises SettingsError before round 1 and RunError when rounds bring no progress.
+        Raises SettingsError before round 1, RunError when rounds bring no progress, and Stopped if `stop` asked for
+        it: then the round in hand is either finished or as if it had never begun.
         """
         course = self._resumed() if resume else self._fresh()
+        # Whoever follows the history from outside shows what comes after this round.
+        self._folder.set_status("running", rounds=self._experiment.rounds, after=course.round)
         self._folder.save_settings(self._experiment)
         try:
             roster = self._roll(course)
-            exchange = Exchange(self._grid, roster.in_flight)
+            exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             if not resume:
                 self._checkpoints.save(course)
             record: Record = (self._folder.history() or [{}])[-1]
             for round in range(course.round + 1, self._experiment.rounds + 1):
-                if self._stopped():
-                    raise RunError(f"stopped before round {round}; go on with --resume")
+                if self._stop() is not None:
+                    raise Stopped
                 record = self._round(round, course, roster, exchange)
             self._model.load(course.state["model"], course.buffers)
             self._folder.save_model(self._model.named_tensors())
@@ -123,7 +128,7 @@ class Rounds:
 
     def _roll(self, course: Course) -> Roster:
         settings = self._experiment.round
-        roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say)
+        roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
         roster.wait(count, settings.deadline_s, self._strict)
         trainers = roster.trainers
@@ -146,7 +151,14 @@ class Rounds:
             attempt = self._attempt(round, number, course, roster, exchange)
             if not attempt.cause:
                 break
-            void.append({"sampled": attempt.sampled, "dropped": attempt.dropped, "cause": attempt.cause})
+            void.append(
+                {
+                    "sampled": attempt.sampled,
+                    "dropped": attempt.dropped,
+                    "causes": attempt.causes,
+                    "cause": attempt.cause,
+                }
+            )
             self._say(f"round {round} is void: {attempt.cause}")
         else:
             raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {attempt.cause}")
@@ -183,6 +195,8 @@ class Rounds:
         with _timed(attempt.seconds, "collect"):
             enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
             replies = exchange.run(messages, settings.deadline_s, enough)
+            if self._stop() is not None and len(replies) < len(messages) and not (enough and enough(replies)):
+                raise Stopped
         with _timed(attempt.seconds, "aggregate"):
             self._judge(round, course, attempt, replies, "late" if enough and enough(replies) else "timed out")
             self._advance(round, course, attempt, quorum)
@@ -199,7 +213,7 @@ class Rounds:
                 attempt.bytes_up += reply.bytes
                 attempt.uploads.append(course.check(round, name, reply))
             except Refused as error:
-                attempt.dropped[name] = str(error)
+                attempt.dropped[name], attempt.causes[name] = str(error), error.kind
                 if error.cause == "memory-lost":
                     attempt.lost.append(name)
 
@@ -227,6 +241,7 @@ class Rounds:
             "sampled": attempt.sampled,
             "accepted": [upload.name for upload in uploads],
             "dropped": attempt.dropped,
+            "causes": attempt.causes,
             "void": void,
             "late": exchange.late,
             "lr": course.lr(round),

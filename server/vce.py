@@ -15,6 +15,7 @@ from server.app import run
 from server.folder import RunFolder
 from server.prepare import prepare
 from server.rounds import Record
+from server.stopping import Stop
 
 
 def simulate(
@@ -26,6 +27,7 @@ def simulate(
     workers: int,
     say: Callable[[str], None],
     show: Callable[[Record], None],
+    stop: Stop = lambda: None,
 ) -> None:
     """Run an experiment with one virtual node a client and `workers` Ray actors of one CPU each."""
     from flwr.simulation import run_simulation
@@ -35,7 +37,7 @@ def simulate(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        run(grid, experiment, folder, resume=resume, say=say, show=show)
+        run(grid, experiment, folder, resume=resume, say=say, show=show, stop=stop)
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     config = {

@@ -25,6 +25,9 @@ _CAUSES = {
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "lost",
 }
 
+KINDS = ("offline", "crashed", "timed out", "late", "lost", "failed", "empty", "refused", "memory-lost")
+"""Causes that stand for themselves; all others, about what a reply holds, are of the kind "invalid"."""
+
 T = TypeVar("T")
 
 
@@ -34,6 +37,11 @@ class Refused(ValueError):
     def __init__(self, cause: str, detail: str = "") -> None:
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause = cause
+
+    @property
+    def kind(self) -> str:
+        """The cause as one of a few words, for counting."""
+        return self.cause if self.cause in KINDS else "invalid"
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,17 @@ def usable(message: Message) -> bool:
     """Whether a reply holds an upload, as far as its head tells."""
     head = message.content.config_records.get(HEAD) if message.has_content() else None
     return head is not None and head.get("status") == "ok"
+
+
+def outline(reply: Message) -> tuple[str, dict[str, float]]:
+    """Status and numbers of a reply that this process made, for counting."""
+    head = reply.content.config_records.get(HEAD) if reply.has_content() else None
+    if head is None:
+        return "error", {}
+    if "error" in head and "status" not in head:  # a roll call
+        return ("refused" if head["error"] else "ok"), {}
+    numbers = scalars(reply.content.metric_records.get(METRICS))
+    return str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
 
 
 def read_reply(message: Message) -> Reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
 from common.vector import State
 from server.folder import RunFolder
+from server.stopping import Stopped
 from tests.faults import FaultyGrid, Ran, bits, fail, lies, ran, run, toy
 from tests.helpers import Simulation
 
@@ -387,15 +389,14 @@ def test_under_faults_and_resumes_the_control_stays_the_mean(tmp_path: Path) -> 
 
     settings = toy("scaffold", rounds=40, round={"sample": 3, "quorum": 1, "max_void": 9}, checkpoint={"keep": 2})
     for piece in range(10):
-        left = [4]
+        before = len(RunFolder(tmp_path / "run").history())
 
-        def stopped(left: list[int] = left) -> bool:
-            left[0] -= 1
-            return left[0] < 0
+        def stop(rounds: int = before + 4 - (piece in (5, 8))) -> float | None:
+            return time.monotonic() + 60 if len(RunFolder(tmp_path / "run").history()) >= rounds else None
 
         grid = FaultyGrid(lie, memory=str(memory))
-        result = run(tmp_path / "run", settings, grid, resume=piece > 0, stopped=stopped)
-        assert "stopped before round" in str(result.error)
+        result = run(tmp_path / "run", settings, grid, resume=piece > 0, stop=stop)
+        assert isinstance(result.error, Stopped)
         assert imbalance(result, memory) < 1e-7
         assert result.checkpoint.generation == 1
         if piece in (4, 7):

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from client.__main__ import cli
-from client.fleet import server_address
+from client.fleet import Access, server_address
 from client.node import poll_delay
 from common import flower
 from common.errors import RunError, SettingsError
@@ -203,12 +203,28 @@ def test_what_is_no_address_is_told(server: str) -> None:
     assert f"{server!r} is not HOST:PORT" in ended.output
 
 
-def test_another_machine_needs_insecure() -> None:
-    with pytest.raises(SettingsError, match="--insecure"):
-        server_address("fl.example.org:9092", insecure=False)
-    assert server_address("fl.example.org:9092", insecure=True) == "fl.example.org:9092"
-    assert server_address("[::1]:9092", insecure=False) == "[::1]:9092"
-    assert server_address("localhost:9092", insecure=False) == "localhost:9092"
+def test_addresses() -> None:
+    for address in ("fl.example.org:9092", "[::1]:9092", "localhost:9092", "10.0.0.7:1"):
+        assert server_address(address) == address
+    for wrong in ("fl.example.org", "http://a:1", "a:0", "a b:1", ":9092", "a:99999"):
+        with pytest.raises(SettingsError, match="HOST:PORT"):
+            server_address(wrong)
+
+
+@pytest.mark.parametrize(
+    ("access", "encrypted"),
+    [
+        (Access("fl.example.org:9092"), True),
+        (Access("fl.example.org:9092", insecure=True), False),
+        (Access("127.0.0.1:9092"), False),
+        (Access("[::1]:9092"), False),
+        (Access("localhost:9092"), False),
+        (Access("localhost.example.org:9092"), True),
+        (Access("127.0.0.1:9092", ca="ca.pem"), True),
+    ],
+)
+def test_beyond_this_machine_all_is_encrypted_unless_one_types_otherwise(access: Access, encrypted: bool) -> None:
+    assert access.encrypted is encrypted
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a/b", "a" * 101])

@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client.app import app
-from common.errors import RunError, SettingsError
+from common.errors import SettingsError
 from common.experiment import Experiment
 from server.checkpoint import Checkpoints
 from server.folder import SETTINGS, RunFolder
 from server.inprocess import InProcessGrid
+from server.stopping import Stop, Stopped
 from strategies import REGISTRY
 from tests.faults import Ran, ran, run, toy
 
@@ -49,10 +49,9 @@ def grid(folder: Path) -> InProcessGrid:
     return InProcessGrid(app, memory=str(folder / "memory"))
 
 
-def after(rounds: int) -> Callable[[], bool]:
+def after(rounds: int, folder: Path) -> Stop:
     """Stop once so many rounds are done."""
-    left = iter([False] * rounds)
-    return lambda: next(left, True)
+    return lambda: time.monotonic() + 60 if len(RunFolder(folder).history()) >= rounds else None
 
 
 def lines(result: Ran) -> list[dict[str, Any]]:
@@ -71,9 +70,8 @@ def alike(result: Ran, straight: Ran) -> None:
 
 def stopped(folder: Path, settings: Experiment, rounds: int = 5) -> Ran:
     """The first rounds of a run."""
-    result = run(folder, settings, grid(folder), stopped=after(rounds))
-    assert isinstance(result.error, RunError)
-    assert str(result.error) == f"stopped before round {rounds + 1}; go on with --resume"
+    result = run(folder, settings, grid(folder), stop=after(rounds, folder))
+    assert isinstance(result.error, Stopped)
     assert len(result.history) == rounds
     return result
 

@@ -15,7 +15,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp  # noqa: E402
 
 from client.__main__ import stop_on_signal  # noqa: E402
-from client.node import NodeOptions, run_node  # noqa: E402
+from client.fleet import Access  # noqa: E402
+from client.node import NodeOptions, run_nodes  # noqa: E402
 
 app = ClientApp()
 
@@ -39,4 +40,4 @@ def train(message: Message, context: Context) -> Message:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    run_node(NodeOptions(sys.argv[1], sys.argv[2]), app, stop_on_signal())
+    run_nodes([NodeOptions(Access(sys.argv[1]), sys.argv[2])], app, stop_on_signal())

@@ -1,0 +1,35 @@
+"""Host names, addresses and ports."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nobody else can reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def reachable(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`: loopback for one that listens everywhere."""
+    return {"0.0.0.0": LOOPBACK, "::": "[::1]", "": LOOPBACK}.get(host.strip("[]"), bracketed(host))
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host.strip('[]')}]" if ":" in host else host
+
+
+def answers(port: int, host: str = LOOPBACK) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=1):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,73 @@
+"""Stopping a run so that nothing is lost: the round in hand is finished, or void; a second request ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+GRACE_S = 30.0
+
+Stop = Callable[[], float | None]
+"""Until when, by `time.monotonic()`, the round in hand may go on; None: nobody asked to stop."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop; what it has done is on disk."""
+
+
+class StopOnSignal:
+    """SIGTERM asks once and then ends the process; a context manager for the main thread, and a `Stop`.
+
+    `at_once`: what the second SIGTERM does. Ctrl-C stays an interrupt: a checkpoint makes it safe too.
+    """
+
+    def __init__(self, grace_s: float = GRACE_S, at_once: Callable[[], None] = lambda: os._exit(143)) -> None:
+        self._grace_s, self._at_once = grace_s, at_once
+        self._until: float | None = None
+
+    def __call__(self) -> float | None:
+        return self._until
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._until is not None:
+            self._at_once()
+        self._until = time.monotonic() + self._grace_s
+
+    def __enter__(self) -> StopOnSignal:
+        self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+
+class StopFile:
+    """A file in the run folder that asks the server app to stop, wherever it runs: it holds the seconds of grace."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "stop"
+        self._until: float | None = None
+
+    def ask(self, grace_s: float) -> None:
+        """Ask the run that uses this folder to stop."""
+        self._path.write_text(f"{grace_s:g}")
+
+    def clear(self) -> None:
+        """Take an old request back."""
+        self._path.unlink(missing_ok=True)
+
+    def __call__(self) -> float | None:
+        if self._until is None:
+            with suppress(OSError, ValueError):
+                self._until = time.monotonic() + float(self._path.read_text() or GRACE_S)
+        return self._until
+
+
+def earliest(*stops: Stop) -> Stop:
+    """The one that asks first, or for the shortest time."""
+    return lambda: min((until for stop in stops if (until := stop()) is not None), default=None)

@@ -1,0 +1,53 @@
+"""A SuperLink that stays: runs come and go through its control port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import psutil
+
+from common.addresses import answers, reachable
+from common.errors import RunError
+from server.launch import LinkOptions, SuperLink
+from server.nodes import Follower
+from server.stopping import GRACE_S, Stop
+
+LOOK_S = 0.2
+
+
+def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace_s: float = GRACE_S) -> None:
+    """Run a SuperLink until `stop`; then let the server apps behind it finish the round in hand first.
+
+    Raises SettingsError before it starts, and RunError if it ends by itself.
+    """
+    options.check()
+    link = SuperLink(None, options=options)
+    with ExitStack() as stack:
+        stack.enter_context(link)
+        if options.nodes:
+            stack.enter_context(Follower(options.nodes, link.control, say))
+        how = "TLS" if options.certificates else "plain text"
+        say(f"SuperLink: clients at {options.host}:{link.fleet_port}, runs at {link.control_address} ({how})")
+        while stop() is None:
+            if not link.running:
+                raise RunError("the SuperLink ended by itself")
+            time.sleep(LOOK_S)
+        _let_finish(link.apps(), grace_s, say)
+
+
+def _let_finish(apps: list[psutil.Process], grace_s: float, say: Callable[[str], None]) -> None:
+    if apps:
+        say(f"waiting up to {grace_s:g} s for the round in hand")
+        for app in apps:
+            app.terminate()
+        psutil.wait_procs(apps, timeout=grace_s + 5)
+
+
+def healthy(options: LinkOptions) -> bool:
+    """Whether both ports of a SuperLink answer."""
+    return all(
+        answers(port or 0, reachable(host))
+        for port, host in ((options.fleet_port, options.host), (options.control_port, options.control_host))
+    )
