@@ -192,7 +192,7 @@ def _save_and_reply(home: Memory, head: TrainHead, kept: State, build: Callable[
 
 
 def _reply(session: Session, head: ReplyHead, upload: Upload) -> RecordDict:
-    staged = session.staging.to_host(upload.vectors | upload.buffers)
+    staged = session.wire.to_host(upload.vectors | upload.buffers)
     vectors = {name: staged[name] for name in upload.vectors}
     buffers = {name: staged[name] for name in upload.buffers}
     return reply_content(head, replace(upload, vectors=vectors, buffers=buffers), upload.metrics)
@@ -216,7 +216,7 @@ def _receive(session: Session, message: Message) -> State:
     state, buffers = tensors_of(message.content)
     _check_shapes(session.model, state, buffers)
     # Names of state and buffers cannot meet: a buffer's begins with "buffers.".
-    staged = session.staging.to_device(state | buffers)
+    staged = session.wire.to_device(state | buffers)
     received = {name: staged[name] for name in state}
     session.model.load(received["model"], {name: staged[name] for name in buffers})
     return received

@@ -95,16 +95,17 @@ class Staging:
     """The way between main memory and a GPU, over pinned host buffers that are kept from round to round.
 
     One buffer for each name; all of a state's copies run at once and are waited for once. On the CPU nothing is
-    copied.
+    copied. One thread at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._active = device.type != "cpu"
         self._buffers: dict[str, Tensor] = {}
 
     def to_device(self, state: State) -> State:
         """A state from main memory on the device."""
-        if self._device.type == "cpu":
+        if not self._active:
             return state
         moved = {}
         for name, value in state.items():
@@ -114,14 +115,12 @@ class Staging:
 
     def to_host(self, state: State) -> State:
         """A state from the device in main memory. It is valid until the next call with the same names."""
-        if self._device.type == "cpu":
-            return {name: value.detach() for name, value in state.items()}
-        moved = {}
-        for name, value in state.items():
-            value = value.detach()
-            moved[name] = value if value.device.type == "cpu" else self._buffer(name, value)
-            if moved[name] is not value:
-                moved[name].copy_(value, non_blocking=True)
+        moved = {name: value.detach() for name, value in state.items()}
+        if not self._active:
+            return moved
+        for name, value in moved.items():
+            if value.device == self._device:
+                moved[name] = self._buffer(name, value).copy_(value, non_blocking=True)
         self._wait()
         return moved
 

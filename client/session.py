@@ -39,7 +39,9 @@ class Session:
     task: Task
     model: FlatModel
     device: torch.device
-    staging: Staging
+    wire: Staging
+    disk: Staging
+    """Its own: a disk writes while a reply is built, and both know vectors of one name."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
 
     @classmethod
@@ -57,8 +59,8 @@ class Session:
         settle(experiment.local)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            model = build(task, experiment.seed, target)
-            held = _sessions[target] = cls(text, experiment, create(experiment), task, model, target, Staging(target))
+            model, ways = build(task, experiment.seed, target), (Staging(target), Staging(target))
+            held = _sessions[target] = cls(text, experiment, create(experiment), task, model, target, *ways)
         return held
 
     def data(self, name: str, file: str) -> ClientData:
@@ -140,7 +142,7 @@ def memory_of(context: Context, session: Session) -> Memory:
         durable,
         layout=session.model.layout_hash,
         device=session.device,
-        to_host=session.staging.to_host,
+        to_host=session.disk.to_host,
         cache=_cache if durable else None,
     )
 
