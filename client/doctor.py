@@ -6,15 +6,18 @@ import re
 import ssl
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from common import probe
-from common.addresses import bracketed, is_loopback
+from common.addresses import is_loopback
 from common.doctor import Check, each, private, show, versions, writable
 from common.errors import SettingsError
 
 READ_S, DEVICE_S = 8.0, 30.0
+
+OTHER_PORT = "clients join at the Fleet port (9092), not at the control port (8000) or at --metrics"
 
 
 def doctor_command(server: str, **settings: object) -> int:
@@ -64,6 +67,9 @@ def _files(pattern: str | None, names: Sequence[str]) -> list[Path]:
 
 
 def _network(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool) -> Iterator[Check]:
+    if ca and insecure:
+        yield Check("server", False, "--ca and --insecure contradict each other", "leave one of them out")
+        return
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})", server)
     if not match or not 0 < int(match[2]) < 65536:
         yield Check("server", False, f"--server: {server!r} is not HOST:PORT", "such as fl.example.org:9092")
@@ -75,46 +81,42 @@ def _network(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool)
         if not step.ok:
             return
     well = True
-    for step in each("tls", lambda: _tls(host, port, ca, insecure), 15.0):
+    encrypted = bool(ca) or not (insecure or is_loopback(host))
+    for step in each("tls", lambda: _tls(host, port, ca, encrypted), 15.0):
         well = well and step.ok is not False
         yield step
     if well:
-        yield from each("fleet", lambda: _fleet(f"{bracketed(host)}:{port}", ca, keys), 12.0)
+        yield from each("fleet", lambda: _fleet(server, ca, keys, insecure), 12.0)
     else:
         yield Check("fleet", None, "not asked: the connection has to work first")
 
 
-def _tls(host: str, port: int, ca: Path | None, insecure: bool) -> Iterator[Check]:
+def _tls(host: str, port: int, ca: Path | None, encrypted: bool) -> Iterator[Check]:
     try:
         der, http2 = probe.presented(host, port)
     except OSError as error:
-        yield _without_tls(probe.spoken(host, port), ca, error)
-        if not ca and not insecure and not is_loopback(host):
-            advice = "give --ca ca.pem of the server's certificates, or type --insecure if that is what you want"
-            yield Check("tls", False, f"{host} is another machine and the connection would not be encrypted", advice)
+        yield _without_tls(probe.spoken(host, port), encrypted, error)
         return
     if not http2:
-        advice = "clients join at the Fleet port (9092), not at the control port (8000) or --metrics"
-        yield Check("tls", False, f"port {port} speaks TLS but not HTTP/2, as gRPC does", advice)
+        yield Check("tls", False, f"port {port} speaks TLS but not HTTP/2, as gRPC does", OTHER_PORT)
         return
-    if ca is None:
-        advice = "give --ca ca.pem: the file that `python -m server certs` wrote at the server"
-        yield Check("tls", False, "the server speaks TLS and no --ca was given", advice)
+    if not encrypted:
+        advice = "give --ca ca.pem, the file that `python -m server certs` wrote at the server, and no --insecure"
+        yield Check("tls", False, "the server speaks TLS and this site would not", advice)
         return
     yield Check("tls", True, "the server speaks TLS")
     yield from _certificate(host, port, der, ca)
 
 
-def _without_tls(spoken: probe.Spoken, ca: Path | None, error: OSError) -> Check:
+def _without_tls(spoken: probe.Spoken, encrypted: bool, error: OSError) -> Check:
     """What to make of a server that does not speak TLS."""
-    if spoken == "http2" and not ca:
+    if spoken == "http2" and not encrypted:
         return Check("tls", True, "the server speaks gRPC without TLS, and so will this site")
     if spoken == "http2":
-        advice = "leave out --ca and type --insecure, or let the server start with --certs"
-        return Check("tls", False, "the server speaks gRPC without TLS and --ca asks for it", advice)
+        advice = "let the server start with --certs; or leave out --ca and type --insecure if that is what you want"
+        return Check("tls", False, "the server speaks gRPC without TLS and this site would speak TLS", advice)
     if spoken == "http":
-        advice = "clients join at the Fleet port (9092), not at the control port (8000) or --metrics"
-        return Check("tls", False, "this is a web server, not the Fleet port", advice)
+        return Check("tls", False, "this is a web server, not the Fleet port", OTHER_PORT)
     words = {
         "silent": (
             "accepts connections and says nothing",
@@ -126,10 +128,11 @@ def _without_tls(spoken: probe.Spoken, ca: Path | None, error: OSError) -> Check
     return Check("tls", False, words[0], words[1])
 
 
-def _certificate(host: str, port: int, der: bytes, ca: Path) -> Iterator[Check]:
+def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[Check]:
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
+    whose = f"the authority in {ca}" if ca else "an authority that this system knows"
     certificate = x509.load_der_x509_certificate(der)
     print_ = certificate.fingerprint(SHA256()).hex(":")[:23]
     try:
@@ -141,11 +144,11 @@ def _certificate(host: str, port: int, der: bytes, ca: Path) -> Iterator[Check]:
     renew = "at the server: move server.pem and server.key away and run `python -m server certs` again"
     lasting = probe.lasts("expiry", certificate, renew)
     if fault and lasting.ok is not False:
-        advice = "copy ca.pem from the server again: it is the one beside server.pem"
-        detail = f"the certificate ({print_}...) is not signed by the authority in {ca}: {fault}"
+        advice = "copy ca.pem from the server again, the one beside server.pem, and give it as --ca"
+        detail = f"the certificate ({print_}...) is not signed by {whose}: {fault}"
         yield Check("authority", False, detail, advice)
     elif not fault:
-        yield Check("authority", True, f"the certificate ({print_}...) is signed by the authority in {ca}")
+        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")
     yield lasting
     names = ", ".join(probe.names_of(certificate)) or "nothing"
     if probe.covers(certificate, host):
@@ -156,17 +159,16 @@ def _certificate(host: str, port: int, der: bytes, ca: Path) -> Iterator[Check]:
         yield Check("names", False, f"the certificate is for {names}; you typed {host}", advice)
 
 
-def _fleet(target: str, ca: Path | None, keys: Sequence[Path]) -> Iterator[Check]:
+def _fleet(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool) -> Iterator[Check]:
+    from client.fleet import Access
     from client.fleet_probe import FleetProbe
     from common.keys import load_private
 
     found = []
     for path in keys:
-        try:
+        with suppress(SettingsError):  # A check of its own has told.
             found.append((path, load_private(path)))
-        except SettingsError:
-            continue  # A check of its own has told.
-    with FleetProbe(target, ca) as fleet:
+    with FleetProbe(Access(server, str(ca or ""), insecure=insecure)) as fleet:
         yield from fleet.look(found)
 
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from common.doctor import Check
+
+if TYPE_CHECKING:
+    from client.fleet import Access
 
 CALL_S = 4.0
 MOST_SHIFTS = 12
 
 
 class FleetProbe:
-    """A connection to HOST:PORT, over TLS with `ca`; a context manager."""
+    """A connection to a server; a context manager."""
 
-    def __init__(self, target: str, ca: Path | None) -> None:
-        import grpc  # type: ignore[import-untyped]
+    def __init__(self, access: Access) -> None:
         from flwr.proto.fleet_pb2_grpc import FleetStub
 
-        if ca is None:
-            self._channel = grpc.insecure_channel(target)
-        else:
-            self._channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(ca.read_bytes()))
+        self._channel = access.channel()
         self._stub = FleetStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -108,7 +107,7 @@ class FleetProbe:
         self, method: str, key: Any, request: Any, shift_s: float = 0.0, answers: list[Any] | None = None
     ) -> tuple[int | None, str]:
         """Make a call signed by `key` at a time `shift_s` seconds from now; returns Flower's error code and a text."""
-        import grpc
+        import grpc  # type: ignore[import-untyped]
         from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
         from flwr.supercore.date import now
         from flwr.supercore.error import FlowerError

@@ -89,8 +89,11 @@ def presented(host: str, port: int) -> tuple[bytes, bool]:
         return connection.getpeercert(binary_form=True) or b"", connection.selected_alpn_protocol() == "h2"
 
 
-def trusted(host: str, port: int, ca: Path) -> str:
-    """Why the authority in `ca` does not vouch for a server, in a few words; "" if it does. Names are not compared."""
+def trusted(host: str, port: int, ca: Path | None) -> str:
+    """Why the authority in `ca`, or one of the system's, does not vouch for a server; "" if it does.
+
+    Names are not compared.
+    """
     try:
         with _secured(_client_context(ca), host, port):
             return ""
@@ -108,10 +111,13 @@ def _secured(context: ssl.SSLContext, host: str, port: int) -> Iterator[ssl.SSLS
         yield secured
 
 
-def _client_context(ca: Path) -> ssl.SSLContext:
+def _client_context(ca: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.load_verify_locations(ca)
+    if ca:
+        context.load_verify_locations(ca)
+    else:
+        context.load_default_certs()
     return context
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, ProcessCollector
 
-from server.display import headline
-
 CAUSES = ("offline", "crashed", "timed out", "late", "lost", "memory-lost", "invalid", "refused", "failed", "empty")
 STATES = ("unknown", "starting", "running", "stopping", "stopped", "finished", "failed")
 SUMMARIES = ("weighted", "mean", "worst")
@@ -148,20 +146,3 @@ def _causes(part: Record) -> Iterable[str]:
     for name, reason in (part.get("dropped") or {}).items():
         cause = causes.get(name) or str(reason).partition(":")[0]
         yield cause if cause in CAUSES else "invalid"
-
-
-def round_fields(record: Record) -> dict[str, Any]:
-    """A record as fields of a log line: what the table of rounds shows, as numbers (bytes, seconds)."""
-    return {
-        "round": record["round"],
-        "accuracy": headline(dict(record), "accuracy"),
-        "loss": headline(dict(record), "loss"),
-        "accepted": len(record["accepted"]),
-        "sampled": len(record["sampled"]),
-        "dropped": dict(Tally(_causes(record))),
-        "void": len(record.get("void") or []),
-        "bytes_down": record["bytes_down"],
-        "bytes_up": record["bytes_up"],
-        "seconds": record["seconds"]["total"],
-        "sha256": record.get("sha256"),
-    }

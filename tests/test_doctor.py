@@ -371,13 +371,25 @@ def test_tls_without_ca_and_ca_without_tls(authority: Authority, tmp_path: Path)
     folder = authority.server(["localhost"])
     with Fleet(folder) as secure, Fleet() as plain:
         checks = site(f"localhost:{secure.port}", tmp_path)
-        assert one(checks, "tls").detail == "the server speaks TLS and no --ca was given"
+        assert one(checks, "tls").detail == "the server speaks TLS and this site would not"
         checks = site(f"localhost:{plain.port}", tmp_path, ca=authority.ca)
-        assert one(checks, "tls").detail == "the server speaks gRPC without TLS and --ca asks for it"
+        assert one(checks, "tls").detail == "the server speaks gRPC without TLS and this site would speak TLS"
         checks = site(f"localhost:{plain.port}", tmp_path)
         assert set(words(checks).values()) == {"ok"}
         assert one(checks, "node key").detail == "the server asks for none"
         assert plain.nodes() == []
+
+
+def test_without_ca_another_machine_needs_an_authority_of_the_systems(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_doctor, "is_loopback", lambda host: False)
+    with tls_server(authority.server(["localhost"])) as port:
+        check = one(site(f"localhost:{port}", tmp_path), "authority")
+        assert "is not signed by an authority that this system knows" in check.detail
+        assert "--ca" in check.advice
+        assert one(site(f"localhost:{port}", tmp_path, insecure=True), "tls").word == "FAIL"
+    assert one(site(f"localhost:{port}", tmp_path, ca=authority.ca, insecure=True), "server").word == "FAIL"
 
 
 def test_a_plain_connection_to_another_machine_is_refused_unless_typed(

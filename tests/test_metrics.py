@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from client.metrics import ClientMetrics
 from common.experiment import Experiment
-from common.logs import json_line
 from server.inprocess import grid
-from server.metrics import CAUSES, RunMetrics, round_fields
+from server.metrics import CAUSES, RunMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -206,9 +204,6 @@ def test_records_of_a_real_run_are_understood(tmp_path: Path) -> None:
     assert got['fedkeel_accuracy{data="central",summary=""}'] == history[-1]["central"]["accuracy"]
     for data in ("train", "clients"):
         assert got[f'fedkeel_loss{{data="{data}",summary="mean"}}'] == history[-1][data]["loss"]["mean"]
-    line = json.loads(json_line("round", **round_fields(history[-1])))
-    assert (line["event"], line["round"], line["accepted"], line["sampled"]) == ("round", 2, 3, 3)
-    assert line["accuracy"] == history[-1]["central"]["accuracy"]
 
 
 def answered(told: ClientMetrics, name: str = "a", kind: str = "train", status: str = "ok", **more: Any) -> None:
