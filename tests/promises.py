@@ -81,7 +81,7 @@ class Timeline:
             self.generations += 1
             self._note(course, "generation")
             for tracker in course.strategy.trackers:
-                assert not course.state[tracker].any()
+                assert not course.state[tracker].any(), f"{tracker} is not zero in generation {course.generation}"
 
         def noted_messages(course: Course, *given: Any) -> dict[str, Message]:
             self._sent = messages(course, *given)

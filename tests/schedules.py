@@ -206,7 +206,7 @@ class Network(InProcessGrid):
         self._world = world
         self._replies: dict[str, list[tuple[int, Message]]] = defaultdict(list)  # message -> (from which try on, reply)
         self._late: list[tuple[int, bool, Message]] = []  # (at which try, after the newer ones, message)
-        self._current: set[str] = set()
+        self._current: dict[str, Message] = {}
         self._order: Fault | None = None
 
     def get_node_ids(self) -> Iterable[int]:
@@ -220,7 +220,7 @@ class Network(InProcessGrid):
         messages = list(messages)
         ids = [stamp(message) for message in messages]
         if messages and messages[0].metadata.message_type == MessageType.TRAIN:
-            self._train(messages, set(ids))
+            self._train(messages)
         else:
             for message in messages:
                 client = self._world.at(message.metadata.dst_node_id)
@@ -228,11 +228,11 @@ class Network(InProcessGrid):
                     self._put(0, answer(app, message, client.context))
         return ids
 
-    def _train(self, messages: list[Message], ids: set[str]) -> None:
+    def _train(self, messages: list[Message]) -> None:
         world = self._world
         world.tries += 1
         world.kill("server killed after sampling")
-        self._current = ids
+        self._current = {message.metadata.message_id: message for message in messages}
         mine, orders = world.struck([name_of(message) for message in messages])
         self._order = orders[0] if orders else None
         self._deliver_late(False, {message.metadata.dst_node_id for message in messages})
@@ -293,7 +293,11 @@ class Network(InProcessGrid):
             ready = self._replies.pop(message_id, [])
             here += [reply for at, reply in ready if at <= world.tries]
             self._replies[message_id] = [later for later in ready if later[0] > world.tries]
-        if not (here and {reply.metadata.reply_to_message_id for reply in here} <= self._current):
+            if not ready and message_id in self._current and not world.listed(self._current[message_id]):
+                # The SuperLink answers for a node that is gone.
+                gone = Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=self._current.pop(message_id))
+                here.append(gone)
+        if not (here and {reply.metadata.reply_to_message_id for reply in here} <= self._current.keys()):
             return here
         if self._order and self._order.kind == "reordered":
             cut = self._order.how // 2 % len(here)

@@ -67,6 +67,7 @@ class World:
         for i in range(schedule.clients):
             joins = JOINS_AT if i >= schedule.clients - schedule.late else 0
             self.clients[str(i)] = Client(str(i), folder / "disks" / str(i), joins_at=joins)
+        self.history: list[dict[str, Any]] = []
         self._clock = Clock()
         self._nodes = iter(range(10, 10**6))
         for client in self.clients.values():
@@ -94,6 +95,10 @@ class World:
     def at(self, node: int) -> Client | None:
         """The client at a node, if its process lives."""
         return next((c for c in self.clients.values() if c.node == node and c.listed and c.up), None)
+
+    def listed(self, message: Message) -> bool:
+        """Whether the node that a message went to is known to the SuperLink still."""
+        return message.metadata.dst_node_id in [c.node for c in self.clients.values() if c.listed]
 
     def pulled(self) -> None:
         self._pulls += 1
@@ -201,6 +206,7 @@ class World:
         self.counts["tries"] += self.tries
         self.counts["generations"] += self.timeline.generations
         self.timeline.check_end()
+        self.history = self.folder.history()
         return self
 
     @contextmanager
