@@ -14,11 +14,12 @@ from torch import nn
 
 from common import tasks
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, TaskSettings
+from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.tasks.base import Examples, Task, evaluate
 from common.tasks.digits import Digits
 from common.tasks.npz import Npz
 from common.tasks.quadratic import Quadratic, write
+from server.prepare import prepare
 
 
 def create(seed: int = 0, clients: int | None = None, kind: str = "iid", **task: object) -> Task:
@@ -402,8 +403,12 @@ def test_a_site_needs_no_pooled_file_if_shape_and_classes_are_given(tmp_path: Pa
     with pytest.raises(SettingsError, match="no such file"):
         task.names()
     server = create(name="npz", shape=[8, 9], classes=4)
+    assert server.names() == []
     assert server.central() is None
     assert server.plan_hash() == ""
+    # And so does a whole experiment: the server prepares it without any data.
+    text = "strategy.name = 'scaffold'\ntask.name = 'npz'\ntask.shape = [8, 9]\ntask.classes = 4\n"
+    assert prepare(Experiment.parse(text)).model.vector.numel() > 0
 
 
 @pytest.mark.parametrize(

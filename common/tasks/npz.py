@@ -61,6 +61,10 @@ class Npz(Classification):
         """The number of classes."""
         return self.settings.classes or self.pooled.classes
 
+    def names(self) -> list[str]:
+        """As of every pooled set; none where every client brings its own file."""
+        return [] if self.settings.file is None else super().names()
+
     def pool(self) -> Examples:
         """The training examples of the pooled file."""
         return self.pooled.train
