@@ -56,6 +56,9 @@ class Endpoint:
         return int(self._server.server_address[1]) if self._server else 0
 
     def __enter__(self) -> Self:
+        from prometheus_client import disable_created_metrics
+
+        disable_created_metrics()  # They double the number of series and nothing reads them.
         self._server = self._bind()
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True).start()
         return self
