@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,13 @@ from flwr.clientapp import ClientApp
 from client.device import out_of_memory
 from client.memory import ContextMemory, DiskMemory, Memory
 from client.policy import Denied
+from client.received import check_numbers, receive
 from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
 from client.work import LocalWork, local_steps
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import evaluate as evaluate_model
-from common.vector import FlatModel, State
+from common.vector import State
 from strategies.base import Upload
 from strategies.messages import (
     HEAD,
@@ -33,7 +33,6 @@ from strategies.messages import (
     read_head,
     reply_content,
     scalars,
-    tensors_of,
     write_head,
 )
 
@@ -127,7 +126,7 @@ def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
 def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
     session, policy = _open(head, context), policy_of(context)
     strategy = session.strategy
-    _check_numbers(head)
+    check_numbers(head)
 
     stage[0] = "data"
     data = session.data(head.client, str(context.node_config.get("data", "")))
@@ -151,7 +150,7 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         model=session.model,
         data=data,
         settings=session.experiment.local,
-        received=_receive(session, message),
+        received=receive(session, message),
         memory=memory,
         seed=session.experiment.seed,
         name=head.client,
@@ -205,40 +204,6 @@ def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: C
     if not len(data):
         return reply_content(replace(reply, status="empty"))
     stage[0] = "evaluate"
-    _receive(session, message)
+    receive(session, message)
     metrics = evaluate_model(session.task, session.model.module, data, session.experiment.evaluate.batch_size)
     return reply_content(replace(reply, examples=len(data)), metrics=metrics)
-
-
-def _receive(session: Session, message: Message) -> State:
-    """The broadcast on the device, its model and buffers loaded. On the CPU the message's bytes are used as they are:
-    read-only, without a copy."""
-    state, buffers = tensors_of(message.content)
-    _check_shapes(session.model, state, buffers)
-    # Names of state and buffers cannot meet: a buffer's begins with "buffers.".
-    staged = session.wire.to_device(state | buffers)
-    received = {name: staged[name] for name in state}
-    session.model.load(received["model"], {name: staged[name] for name in buffers})
-    return received
-
-
-def _check_shapes(model: FlatModel, state: State, buffers: State) -> None:
-    """Torch would stretch a vector of another shape without a word."""
-    for name, like in {"model": model.vector, **model.buffers}.items():
-        got = (buffers if name in model.buffers else state).get(name)
-        if got is None or got.shape != like.shape or got.dtype != like.dtype:
-            told = "nothing" if got is None else f"{got.dtype} {tuple(got.shape)}"
-            raise ValueError(f"received {told} as {name}, expected {like.dtype} {tuple(like.shape)}")
-    for name, value in state.items():
-        if value.ndim and value.shape != model.vector.shape:
-            raise ValueError(
-                f"received shape {tuple(value.shape)} as {name}, expected () or {tuple(model.vector.shape)}"
-            )
-
-
-def _check_numbers(head: TrainHead) -> None:
-    if head.generation < 1 or head.round < 1 or not 0 <= head.accepted < head.round:
-        told = f"generation {head.generation}, round {head.round}, accepted {head.accepted}"
-        raise ValueError(f"no such round: {told}")
-    if not (math.isfinite(head.lr) and head.lr >= 0 and 0 <= head.share <= 1):
-        raise ValueError(f"lr {head.lr} and share {head.share} must be finite, not negative, and share at most 1")

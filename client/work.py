@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from client.batches import batches_per_epoch, channels_last, epoch_batches, has_normalization, normalization_frozen
 from common.experiment import LocalSettings
 from common.seeds import generator
 from common.tasks.base import ClientData, Task
@@ -199,7 +200,7 @@ class LocalWork:
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """The round's batches, each with whether BatchNorm could not take it (one example)."""
         settings, count = self._settings, len(self._data.train)
-        has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._model.module.modules())
+        has_norm = has_normalization(self._model.module)
         wanted = self._data.steps or settings.steps
         taken = 0
         while wanted is None or taken < wanted:
@@ -212,51 +213,10 @@ class LocalWork:
                 return
 
 
-def channels_last(batch: Any) -> Any:
-    """The batch with its tensors of 4 dimensions in torch.channels_last; parameters stay views of one vector."""
-    if isinstance(batch, Tensor):
-        return batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
-    return tuple(map(channels_last, batch)) if isinstance(batch, (tuple, list)) else batch
-
-
 def local_steps(data: ClientData, settings: LocalSettings) -> int:
     """How many local steps a client takes a round (with a last batch of one counted as its own)."""
     given = data.steps or settings.steps
     return given or settings.epochs * batches_per_epoch(len(data.train), settings.batch_size, False)
-
-
-def batches_per_epoch(count: int, size: int, merge_single: bool) -> int:
-    """Number of batches that `epoch_batches` gives."""
-    whole, rest = divmod(count, size)
-    return whole + (1 if rest > 1 or (rest == 1 and not (merge_single and whole)) else 0)
-
-
-def epoch_batches(count: int, size: int, order: torch.Generator, merge_single: bool) -> list[Tensor]:
-    """A shuffled epoch as index tensors. With `merge_single` a last batch of one example joins the one before it:
-    BatchNorm cannot normalize over one value. With size 1 all batches are such, and stay."""
-    batches = list(torch.split(torch.randperm(count, generator=order), size))
-    if merge_single and size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
-        batches[-2:] = [torch.cat(batches[-2:])]
-    return batches
-
-
-class normalization_frozen:
-    """BatchNorm layers use their running statistics: for a client whose only example makes a batch of one.
-
-    Layers that the model itself holds in evaluation mode stay in it.
-    """
-
-    def __init__(self, module: nn.Module, active: bool) -> None:
-        layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)) if active else ()
-        self._layers = [layer for layer in layers if layer.training]
-
-    def __enter__(self) -> None:
-        for layer in self._layers:
-            layer.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self._layers:
-            layer.train()
 
 
 def make_optimizer(settings: LocalSettings, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:

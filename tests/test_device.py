@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from client import device, session, work
+from client.batches import channels_last
 from client.device import Staging, choose, out_of_memory, settle
 from common.errors import SettingsError
 from common.vector import State, sha256
@@ -269,7 +270,7 @@ def test_channels_last() -> None:
 def test_only_tensors_of_four_dimensions_are_turned() -> None:
     """Anything else in a batch passes as it is."""
     image, vector, text = torch.zeros(2, 3, 4, 4), torch.zeros(2), "x"
-    (turned, same), other = work.channels_last(([image, vector], text))
+    (turned, same), other = channels_last(([image, vector], text))
     assert turned.is_contiguous(memory_format=torch.channels_last)
     assert same is vector
     assert other is text

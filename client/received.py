@@ -1,0 +1,46 @@
+"""What a server sent, checked before it is used: torch and the algorithms would take nearly anything."""
+
+from __future__ import annotations
+
+import math
+
+from flwr.app import Message
+
+from client.session import Session
+from common.vector import FlatModel, State
+from strategies.messages import TrainHead, tensors_of
+
+
+def receive(session: Session, message: Message) -> State:
+    """The broadcast on the session's device, its model and buffers loaded. On the CPU the message's bytes are used as
+    they are: read-only, without a copy. Raises WireError or ValueError for vectors that do not fit the model."""
+    state, buffers = tensors_of(message.content)
+    _check_shapes(session.model, state, buffers)
+    # Names of state and buffers cannot meet: a buffer's begins with "buffers.".
+    staged = session.wire.to_device(state | buffers)
+    received = {name: staged[name] for name in state}
+    session.model.load(received["model"], {name: staged[name] for name in buffers})
+    return received
+
+
+def _check_shapes(model: FlatModel, state: State, buffers: State) -> None:
+    """Torch would stretch a vector of another shape without a word."""
+    for name, like in {"model": model.vector, **model.buffers}.items():
+        got = (buffers if name in model.buffers else state).get(name)
+        if got is None or got.shape != like.shape or got.dtype != like.dtype:
+            told = "nothing" if got is None else f"{got.dtype} {tuple(got.shape)}"
+            raise ValueError(f"received {told} as {name}, expected {like.dtype} {tuple(like.shape)}")
+    for name, value in state.items():
+        if value.ndim and value.shape != model.vector.shape:
+            raise ValueError(
+                f"received shape {tuple(value.shape)} as {name}, expected () or {tuple(model.vector.shape)}"
+            )
+
+
+def check_numbers(head: TrainHead) -> None:
+    """Raise ValueError for numbers that no round can have."""
+    if head.generation < 1 or head.round < 1 or not 0 <= head.accepted < head.round:
+        told = f"generation {head.generation}, round {head.round}, accepted {head.accepted}"
+        raise ValueError(f"no such round: {told}")
+    if not (math.isfinite(head.lr) and head.lr >= 0 and 0 <= head.share <= 1):
+        raise ValueError(f"lr {head.lr} and share {head.share} must be finite, not negative, and share at most 1")
