@@ -20,6 +20,9 @@ from common.errors import SettingsError
 
 pytestmark = pytest.mark.timeout(60)
 
+PROMPT_S = 4.0
+"""Less than any time that the endpoint grants a connection; ten times what is seen on a busy machine."""
+
 
 class Process:
     """A process's state, as far as an endpoint asks for it."""
@@ -190,10 +193,10 @@ def test_slow_and_silent_scrapers_block_nobody(process: Process, monkeypatch: py
             connection.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         started = time.monotonic()
         assert ask(served.port, "/metrics")[0] == 200
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < PROMPT_S
         assert threads() <= endpoint.MOST_CONNECTIONS + 2
         started = time.monotonic()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PROMPT_S
     for connection in hostile:
         assert ended(connection)
     until(lambda: threads() == 0)
@@ -206,7 +209,7 @@ def test_a_request_byte_by_byte_is_cut_off(process: Process, monkeypatch: pytest
         connection = socket.create_connection(("127.0.0.1", served.port), 5)
         started = time.monotonic()
         assert cut_off(connection, b"G", 0.02)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < PROMPT_S
 
 
 def test_a_scraper_that_never_reads_is_cut_off(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +249,7 @@ def test_a_health_that_hangs_blocks_neither_metrics_nor_the_end(process: Process
         time.sleep(0.2)
         assert threads() == 2 * endpoint.MOST_CONNECTIONS + 1
         started = time.monotonic()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PROMPT_S
     hanging.set()
     until(lambda: threads() == 0)
     for connection in waiting:
