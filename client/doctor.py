@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import probe
 from common.addresses import is_loopback
-from common.doctor import Check, each, private, show, versions, writable
+from common.doctor import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import SettingsError
 
 READ_S, DEVICE_S = 8.0, 30.0
@@ -41,7 +41,7 @@ def checks(
     None takes more than some seconds, also when nothing answers. At a server without node keys a key pair made for
     this one look is registered and taken out again; no run ever sees it.
     """
-    yield from each("versions", versions)
+    yield from each("versions", versions, VERSIONS_S)
     keys = _files(key, names)
     for path in keys:
         yield from each("key", partial(_key, path))

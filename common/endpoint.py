@@ -58,7 +58,8 @@ class Endpoint:
     def __enter__(self) -> Self:
         from prometheus_client import disable_created_metrics
 
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # They double the number of series and nothing reads them.
+        # They double the number of series, and nothing reads them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._server = self._bind()
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True).start()
         return self

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import probe
 from common.addresses import answers, is_loopback, reachable
-from common.doctor import Check, each, private, show, versions, writable
+from common.doctor import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import RunError
 from common.flower import environment
 
@@ -59,7 +59,7 @@ def checks(
     `names`: what sites type as --server, to be compared with the certificate. With `superlink` a running one is
     asked instead of looking for free ports.
     """
-    yield from each("versions", versions)
+    yield from each("versions", versions, VERSIONS_S)
     size = 0
     if experiment:
         found: list[int] = []
