@@ -19,7 +19,7 @@ from server.folder import MODEL, RunFolder
 from strategies.course import Course
 from strategies.messages import Refused, TrainHead, read_head
 from tests.helpers import Simulation
-from tests.schedules import Client
+from tests.network import Client
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ class Timeline:
         assert error <= 1e-12 * largest, f"round {course.round}: the server's {key} is {error:.3g} off its clients'"
 
     def _check_kept(self, course: Course) -> None:
-        """Every version that this server, or one resumed from a kept checkpoint, may ask for is on its client's disk."""
+        """Every version that this server, or one resumed from a kept checkpoint, may ask for is on its disk.
+
+        Those of a generation that the client has left are not: asked for one, it starts a new generation."""
         for path in sorted(self._folder.checkpoints.glob("*.safetensors")):
             loaded = read(path)
             if loaded is None:

@@ -148,6 +148,17 @@ def test_a_corrupt_reply_is_noticed(algorithm: str, how: int) -> None:
     assert world.history[2]["accepted"] == ["0", "2", "3"]
 
 
+def test_a_message_of_a_void_try_comes_again_after_the_retry() -> None:
+    """Both tries make version 3 of client 3, who refreshes its tracker in only one of them: the one that was accepted
+    must stay. (One reply of the first try is lost, so it is void.)"""
+    void = Fault("reply dropped", 3, 0)
+    again = Fault("message doubled late", 3, 2)
+    tables = {"seed": 3, "round": {"sample": 3, "quorum": 3}}
+    world = survived("tracking", Schedule([void, again], tables=tables))
+    assert [len(line["void"]) for line in world.history] == [0, 0, 1, 0]
+    assert world.counts["generations"] == 0
+
+
 # --- what the harness must notice: the protocol with one part left out
 
 
