@@ -1,11 +1,11 @@
 """Seconds of a round whose clients train for no time: what the system itself costs.
 
-    python -m benchmarks.round [--megabytes 4 47] [--rounds 12] [--engines inprocess grpc stock vce] [--clients 2]
+    python -m benchmarks.round [--megabytes 4 47] [--rounds 12] [--engines inprocess grpc secure stock vce]
 
-Engines: in process; resident nodes over gRPC on loopback; stock `flower-supernode` (a process per message, polls of
-3 s); VCE on Ray. One run after the other; the median over rounds 3 and later, and its ratio to the first engine. The
-history's phases say where the time goes. `--registered 100 3400` shows that the in-process round does not grow with the
-number of clients that are registered.
+Engines: in process; resident nodes over gRPC on loopback; the same with TLS and node keys; stock `flower-supernode` (a
+process per message, polls of 3 s); VCE on Ray. One run after the other; the median over rounds 3 and later, and its
+ratio to the first engine. The history's phases say where the time goes. `--registered 100 3400` shows that the
+in-process round does not grow with the number of clients that are registered.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from common import flower
 flower.prepare()
 
 from client.app import app as client_app  # noqa: E402
+from common import keys  # noqa: E402
 from common.experiment import Experiment  # noqa: E402
-from server import vce  # noqa: E402
+from server import certs, nodes, vce  # noqa: E402
 from server.app import run  # noqa: E402
 from server.federation import failure  # noqa: E402
 from server.folder import RunFolder  # noqa: E402
 from server.inprocess import InProcessGrid  # noqa: E402
-from server.launch import ROOT, SuperLink, start_clients, submit_run  # noqa: E402
+from server.launch import ROOT, LinkOptions, SuperLink, start_clients  # noqa: E402
 from server.processes import Family, stop  # noqa: E402
 
-ENGINES = ("inprocess", "grpc", "stock", "vce")
+ENGINES = ("inprocess", "grpc", "secure", "stock", "vce")
 Record = dict[str, Any]
 
 
@@ -74,23 +75,38 @@ def simulated(settings: Experiment, folder: Path, names: Sequence[str]) -> list[
     return RunFolder(folder).history()
 
 
-def resident(settings: Experiment, folder: Path, names: Sequence[str]) -> list[Record]:
+def resident(settings: Experiment, folder: Path, names: Sequence[str], device: str = "cpu") -> list[Record]:
     """Resident nodes over gRPC."""
     with (
         SuperLink(folder / "superlink.log") as link,
-        start_clients(link.fleet_address, names, memory_root=folder / "memory", log_dir=folder),
+        start_clients(link.fleet_address, names, memory_root=folder / "memory", log_dir=folder, device=device),
     ):
         return _submitted(settings, folder / "run", link)
 
 
-def stock(settings: Experiment, folder: Path, names: Sequence[str]) -> list[Record]:
+def secure(settings: Experiment, folder: Path, names: Sequence[str]) -> list[Record]:
+    """Resident nodes over gRPC with TLS on both legs and a key for each node."""
+    made, known = certs.write(folder / "certs", [], [], 10), folder / "nodes.toml"
+    for name in names:
+        nodes.add(known, name, keys.generate(folder / f"{name}.key"))
+    link = SuperLink(folder / "superlink.log", options=LinkOptions(certificates=made.folder, nodes=known))
+    options = ["--ca", str(made.ca), "--key", str(folder / "{name}.key")]
+    with (
+        link,
+        nodes.Follower(known, link.control, quiet),
+        start_clients(link.fleet_address, names, memory_root=folder / "memory", log_dir=folder, options=options),
+    ):
+        return _submitted(settings, folder / "run", link)
+
+
+def stock(settings: Experiment, folder: Path, names: Sequence[str], device: str = "cpu") -> list[Record]:
     """Flower's own SuperNodes."""
-    with SuperLink(folder / "superlink.log") as link, _supernodes(link, names, folder):
+    with SuperLink(folder / "superlink.log") as link, _supernodes(link, names, folder, device):
         return _submitted(settings, folder / "run", link)
 
 
 @contextmanager
-def _supernodes(link: SuperLink, names: Sequence[str], folder: Path) -> Iterator[None]:
+def _supernodes(link: SuperLink, names: Sequence[str], folder: Path, device: str) -> Iterator[None]:
     environ = flower.environment() | {
         "FLWR_HOME": str(folder / "home"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -101,7 +117,7 @@ def _supernodes(link: SuperLink, names: Sequence[str], folder: Path) -> Iterator
         stack.callback(lambda: stop(families, 5.0))
         for number, name in enumerate(names):
             command = [sys.executable, "-c", start, "--insecure", "--superlink", link.fleet_address]
-            command += ["--node-config", f'name="{name}"']
+            command += ["--node-config", f'name="{name}" device="{device}"']
             command += ["--host", "127.0.0.1", "--port", str(_port())]
             families.append(Family(command, environ, folder / f"supernode-{number}.log", ROOT))
         yield
@@ -114,7 +130,7 @@ def _port() -> int:
 
 
 def _submitted(settings: Experiment, path: Path, link: SuperLink, limit_s: float = 900.0) -> list[Record]:
-    submit_run(link.control_address, ROOT, {"experiment-toml": settings.toml(), "run-dir": str(path)})
+    link.control.submit(ROOT, {"experiment-toml": settings.toml(), "run-dir": str(path)})
     folder, end = RunFolder(path), time.monotonic() + limit_s
     while (status := folder.status().get("status")) not in ("finished", "failed"):
         if time.monotonic() > end or not link.running:
@@ -125,7 +141,7 @@ def _submitted(settings: Experiment, path: Path, link: SuperLink, limit_s: float
     return folder.history()
 
 
-RUNNERS = {"inprocess": in_process, "grpc": resident, "stock": stock, "vce": simulated}
+RUNNERS = {"inprocess": in_process, "grpc": resident, "secure": secure, "stock": stock, "vce": simulated}
 
 
 def median(records: Sequence[Record], phase: str) -> float:

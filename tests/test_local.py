@@ -85,19 +85,25 @@ def test_runs_to_its_end(tmp_path: Path) -> None:
     assert f"sha256 {expected['sha256']}" in output
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_stopped_and_resumed(how: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, SIGTERM or SIGKILL of the command ends every process; `--resume` then gives the uninterrupted weights,
-    with each round once in the history."""
+EXIT_CODES = {(signal.SIGINT,): 130, (signal.SIGTERM,): 0, (signal.SIGTERM, signal.SIGTERM): 130, (signal.SIGKILL,): -9}
+
+
+@pytest.mark.parametrize("how", EXIT_CODES, ids=lambda how: "+".join(each.name for each in how))
+def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) -> None:
+    """Ctrl-C, SIGTERM once (the round in hand is finished or void) or twice (at once) or SIGKILL of the command ends
+    every process; `--resume` then gives the uninterrupted weights, with each round once in the history."""
     text = TEXT.format(rounds=8, epochs=20)
     (tmp_path / "experiment.toml").write_text(text, "utf-8")
     folder = tmp_path / "run"
     process = start(tmp_path / "experiment.toml", folder)
     wait_for_round(folder, 2)
-    process.send_signal(how)
+    for each in how:
+        process.send_signal(each)
+        time.sleep(0.3)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == (130 if how != signal.SIGKILL else -how), output
+    assert process.returncode == EXIT_CODES[how], output
     assert "Traceback" not in output
+    assert ("stopped after round" in output) is (how == (signal.SIGTERM,)), output
     assert left_behind(folder) == []
     process = start(tmp_path / "experiment.toml", folder, "--resume")
     output, _ = process.communicate(timeout=200)
@@ -107,3 +113,24 @@ def test_stopped_and_resumed(how: signal.Signals, tmp_path: Path) -> None:
     assert [record["round"] for record in history] == list(range(1, 9))
     expected = run(InProcessGrid(app), Experiment.parse(text), RunFolder(tmp_path / "inprocess"))
     assert history[-1]["sha256"] == expected["sha256"], json.dumps(history[-1])
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_simulation_that_is_asked_to_stop(workers: str, tmp_path: Path) -> None:
+    """SIGTERM: exit code 0 within the grace, and the same weights after `--resume`."""
+    text = TEXT.format(rounds=6, epochs=40)
+    (tmp_path / "experiment.toml").write_text(text, "utf-8")
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "server", "simulate", str(tmp_path / "experiment.toml"), "--run-dir", str(folder)]
+    command += ["--workers", workers, "--grace", "5"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for_round(folder, 2)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "stopped after round" in output
+    assert RunFolder(folder).status()["status"] == "stopped"
+    ended = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    expected = run(InProcessGrid(app), Experiment.parse(text), RunFolder(tmp_path / "inprocess"))
+    assert RunFolder(folder).history()[-1]["sha256"] == expected["sha256"]
