@@ -40,7 +40,8 @@ def _choose(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not count):
         if count:
-            log.warning("training on the CPU although %s; --device auto uses it", _what(count))
+            # Without the cards' names: to ask for one takes memory of it.
+            log.warning("training on the CPU although this machine has a GPU (%d in all); --device auto uses it", count)
         return torch.device("cpu")
     kind, _, number = name.partition(":")
     if name != "auto" and (kind != "cuda" or (":" in name and not (number.isascii() and number.isdecimal()))):
@@ -50,15 +51,11 @@ def _choose(name: str) -> torch.device:
         why = "this torch is built without CUDA" if torch.version.cuda is None else "this machine has no usable GPU"
         raise SettingsError(f"device {name!r} was asked for and {why}; allowed here: cpu, auto")
     if index >= count:
-        raise SettingsError(f"device {name!r} was asked for and {_what(count)}")
+        here = ", ".join(f"cuda:{each} ({torch.cuda.get_device_name(each)})" for each in range(count))
+        raise SettingsError(f"device {name!r} was asked for and this machine has {here}")
     # cuBLAS reads it when it starts; without it deterministic mode would refuse every matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device("cuda", index)
-
-
-def _what(count: int) -> str:
-    here = ", ".join(f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(count))
-    return f"this machine has {here}"
 
 
 _deterministic = False

@@ -111,7 +111,7 @@ class ReplyHead:
     round: int
     layout: str
     status: str
-    """"ok", "memory-lost", "empty" (no examples) or "error"."""
+    """"ok", "memory-lost", "empty" (no examples), "refused" (by the site's policy) or "error"."""
     reason: str = ""
     examples: int = 0
     steps: int = 0

@@ -91,14 +91,17 @@ def test_a_device_that_is_not_there(count: int, name: str, why: str, gpus: Calla
         choose(name)
 
 
-def test_a_gpu_that_nobody_uses_is_told_once(gpus: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
-    """And nothing where there is none."""
+def test_a_gpu_that_nobody_uses_is_told_once(
+    gpus: Callable[[int], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without touching it, which would take its memory; and nothing where there is none."""
     gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", None)
     with caplog.at_level(logging.WARNING, "client.device"):
         choose("cpu")
         choose("cpu")
     assert [record.getMessage() for record in caplog.records] == [
-        "training on the CPU although this machine has cuda:0 (Card 0); --device auto uses it"
+        "training on the CPU although this machine has a GPU (1 in all); --device auto uses it"
     ]
     caplog.clear()
     gpus(0)

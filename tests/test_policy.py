@@ -226,7 +226,9 @@ def test_labels_leave_only_with_leave(text: str, config: dict[str, Any], shared:
 def heads() -> st.SearchStrategy[dict[str, Any]]:
     """Settings of all kinds in place of some of a TRAIN message's."""
     whole = st.integers(-(2**63), 2**63 - 1)
-    texts = st.text(max_size=30) | st.sampled_from(["", "..", "a/b", "{}", "[]", "null", '{"name": 3}', "1e999"])
+    texts = st.text(max_size=30) | st.sampled_from(
+        ["", "..", "a/b", "{}", "[]", "null", '{"name": 3}', "1e999", "[" * 10**5]
+    )
     anything = st.one_of(whole, st.floats(), texts, st.booleans(), st.binary(max_size=9), st.lists(whole, max_size=4))
     right = {
         "experiment": texts | experiments(),
