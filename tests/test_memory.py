@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from client.cache import StateCache
 from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
 from common.vector import State
 from server.folder import RunFolder
@@ -135,6 +136,18 @@ class Disk(Protocol):
         self.teardown_folder()
 
 
+class Cached(Disk):
+    """As a resident client: the newest version stays in main memory until its process ends."""
+
+    def fresh(self) -> Memory:
+        super().fresh()
+        self.reopen()
+        return self.home
+
+    def reopen(self) -> None:
+        self.home = DiskMemory(self.folder, durable=False, layout="l", cache=StateCache())
+
+
 class InContext(Protocol):
     def fresh(self) -> Memory:
         self.records = RecordDict()
@@ -146,9 +159,10 @@ class InContext(Protocol):
         self.home = ContextMemory(self.records)
 
 
-for machine in (Ram, Disk, InContext):
+for machine in (Ram, Disk, Cached, InContext):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestRam, TestDisk, TestInContext = Ram.TestCase, Disk.TestCase, InContext.TestCase
+TestCached = Cached.TestCase
 
 
 HOMES: dict[str, Callable[[Path], Memory]] = {

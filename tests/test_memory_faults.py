@@ -125,6 +125,20 @@ def test_what_a_killed_process_had_half_written_is_cleared_away(tmp_path: Path) 
         assert same(DiskMemory(tmp_path).load(RUN, "2", 1, 3), value(3))
 
 
+def test_new_folders_survive_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is an entry in the one above it, which is flushed too; one that was there is not flushed again."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(memory_module, "flush", flushed.append)
+    memory = DiskMemory(tmp_path / "memory")
+    memory.save(RUN, "2", 1, 1, value(1), [])
+    folder = tmp_path / "memory"
+    assert sorted(flushed) == [tmp_path, folder, folder / RUN, folder / RUN / "2"]
+    memory.save(RUN, "2", 1, 2, value(1), [])
+    assert len(flushed) == 4
+    memory.save(RUN, "2", 2, 3, value(1), [])
+    assert flushed[4:] == [folder / RUN / "2"]
+
+
 # --- files that are not what was saved
 
 
