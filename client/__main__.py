@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from common import flower, logs
-from common.errors import RunError, SettingsError
+from client import admin
+from client.options import (
+    DEFAULT_MEMORY,
+    Authority,
+    Data,
+    Device,
+    Format,
+    Insecure,
+    Key,
+    LogFormat,
+    Memory,
+    Names,
+    PolicyFile,
+    Server,
+    errors,
+)
+from common.errors import SettingsError
 
 cli = typer.Typer(
     add_completion=False,
@@ -28,67 +41,10 @@ cli = typer.Typer(
     epilog="Example: python -m client join --server 127.0.0.1:9092 --name site-3",
 )
 
-memories = typer.Typer(no_args_is_help=True, help="What the clients of this machine remember between rounds.")
-cli.add_typer(memories, name="memory")
 
-DEFAULT_MEMORY = Path("~/.fedkeel/memory")
-MemoryRoot = Annotated[
-    Path, typer.Option("--memory", file_okay=False, help="A client's memory folder, or one that holds several.")
-]
-
-# As the name of an experiment: it becomes a folder's name.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def _checked_names(names: list[str]) -> list[str]:
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise typer.BadParameter(f"{name!r}: letters, digits, '.', '_' and '-', at most 100, no leading sign")
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("a name is given twice")
-    return names
-
-
-class LogFormat(StrEnum):
-    """How lines are written."""
-
-    text = "text"
-    json = "json"
-
-
-Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]
-Names = Annotated[
-    list[str],
-    typer.Option(
-        "--name",
-        callback=_checked_names,
-        help="This site's name, its own and always the same; given again, this process hosts several clients.",
-    ),
-]
-Data = Annotated[
-    str | None, typer.Option(metavar="PATH", help="This site's data, if the task reads any; {name} is the client's.")
-]
-Authority = Annotated[
-    Path | None, typer.Option(help="The server operator's ca.pem. Without: the system's authorities.")
-]
-Key = Annotated[
-    str | None, typer.Option(metavar="PATH", help="The private key of `keygen`; {name} is the client's name.")
-]
-PolicyFile = Annotated[
-    Path | None, typer.Option(help="What a server may ask of this site, in TOML; see client/policy.py")
-]
-Memory = Annotated[
-    Path | None,
-    typer.Option(
-        file_okay=False,
-        resolve_path=True,
-        help="Folder of what this site remembers between rounds; of several clients, each in one of its name. "
-        "Default: ~/.fedkeel/memory/NAME",
-    ),
-]
-Device = Annotated[str, typer.Option(help="Where to train: cpu, auto, cuda, cuda:1, ...")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Allow a plain connection to another machine.")]
-Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
+cli.command(epilog="Example: python -m client keygen --out site-3.key")(admin.keygen)
+cli.command(epilog="Example: python -m client doctor --server fl.example.org:9092 --ca ca.pem")(admin.doctor)
+cli.add_typer(admin.memories, name="memory")
 
 
 @cli.command(
@@ -121,7 +77,7 @@ def join(
 
     Exit code 0: stopped; 1: no server for --max-wait seconds; 2: what was typed cannot work or is refused.
     """
-    with _errors(log_format):
+    with errors(log_format):
         from client.fleet import Access
         from client.node import NodeOptions, run_nodes
 
@@ -153,53 +109,6 @@ def join(
             run_nodes(clients, app, stop, watch)
 
 
-@cli.command(epilog="Example: python -m client keygen --out site-3.key")
-def keygen(out: Annotated[Path, typer.Option(dir_okay=False, help="The private key.")] = Path("site.key")) -> None:
-    """Make the key by which a server knows this site: OUT stays here, OUT.pub goes to the server's operator."""
-    with _errors():
-        from common import keys
-
-        public = keys.generate(out)
-        typer.echo(f"{out}: private, stays at this site")
-        typer.echo(f"{public}: for the server's operator (python -m server nodes add NAME {public.name})")
-        typer.echo(keys.fingerprint(keys.read_public(public.read_bytes(), str(public))))
-
-
-@memories.command("list")
-def memory_list(memory: MemoryRoot = DEFAULT_MEMORY) -> None:
-    """What the clients of this machine remember, by run and generation; every file is checked."""
-    with _errors():
-        from client.memories import list_memories
-
-        for folder in _memory_folders(memory):
-            for each in list_memories(folder):
-                versions = ", ".join(map(str, each.versions))
-                damaged = "".join(f"; version {v} is damaged: {why}" for v, why in each.damaged.items())
-                typer.echo(
-                    f"{folder}: {each.client} in {each.run}, generation {each.generation}, versions {versions}, "
-                    f"{each.bytes / 1e6:.1f} MB, {each.age_s / 60:.0f} min old{damaged}"
-                )
-
-
-@memories.command("reset")
-def memory_reset(
-    memory: MemoryRoot = DEFAULT_MEMORY,
-    run: Annotated[str | None, typer.Option(help="Only what belongs to this run.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Forget: trackers of a run that still goes on then start anew on all sites. Refused while a client runs."""
-    with _errors():
-        from client.memories import reset_memory
-
-        folders = _memory_folders(memory)
-        what = f"run {run}" if run else "all runs"
-        if not yes and not typer.confirm(f"forget {what} in {', '.join(map(str, folders))}?"):
-            raise typer.Exit(1)
-        for folder in folders:
-            gone = reset_memory(folder, run)
-            typer.echo(f"{folder}: {gone.files} files, {gone.bytes / 1e6:.1f} MB forgotten")
-
-
 def _own(pattern: str | None, name: str) -> str:
     """A path with {name} replaced."""
     return str(Path((pattern or "").replace("{name}", name)).expanduser()) if pattern else ""
@@ -217,15 +126,6 @@ def _memory(given: Path | None, name: str, clients: int) -> Path:
     return given / name if clients > 1 else given
 
 
-def _memory_folders(root: Path) -> list[Path]:
-    """The folder itself if a client uses it, else those in it that one does."""
-    root = root.expanduser()
-    found = [folder for folder in (root, *sorted(root.glob("*/"))) if (folder / ".lock").exists()]
-    if not found:
-        raise SettingsError(f"no client has left anything in {str(root)!r}")
-    return found
-
-
 @contextmanager
 def _watched(address: str | None, names: list[str]) -> Iterator[Any]:
     """Metrics and health at [HOST:]PORT, or nothing without an address."""
@@ -238,24 +138,6 @@ def _watched(address: str | None, names: list[str]) -> Iterator[Any]:
     counted = ClientMetrics(names=names)
     with Endpoint(address, counted.registry, counted.health):
         yield counted
-
-
-@contextmanager
-def _errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
-    flower.prepare()
-    logs.configure(log_format.value)
-    try:
-        flower.check_version()
-        yield
-    except SettingsError as error:
-        raise _ended(error, 2) from None
-    except RunError as error:
-        raise _ended(error, 1) from None
-
-
-def _ended(error: Exception, code: int) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
-    return typer.Exit(code)
 
 
 def stop_on_signal() -> threading.Event:

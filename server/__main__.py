@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from common import flower, logs, plans, references
+from common import plans, references
 from common.addresses import LOOPBACK
-from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from server import admin
+from server.options import (
+    Certs,
+    ControlHost,
+    ControlPort,
+    Device,
+    File,
+    FleetPort,
+    Format,
+    Grace,
+    Host,
+    Insecure,
+    LogFormat,
+    Metrics,
+    NodesFile,
+    Resume,
+    RunDir,
+    Seed,
+    State,
+    errors,
+)
 from server.stopping import GRACE_S, StopOnSignal
 
 cli = typer.Typer(
@@ -30,42 +45,6 @@ cli = typer.Typer(
 
 CLIENT_APP = "client.app:app"
 """By name: the server's code knows no client code, Flower's project file names the two apps."""
-
-File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
-RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
-Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
-Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
-FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
-ControlHost = Annotated[
-    str, typer.Option(help="Where runs are submitted. Whoever reaches it runs code here: keep it to yourself.")
-]
-ControlPort = Annotated[int, typer.Option(min=1, max=65535, help="Where runs are submitted (HTTP).")]
-Certs = Annotated[
-    Path | None, typer.Option(exists=True, file_okay=False, help="TLS with the folder of `python -m server certs`.")
-]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text beyond this machine.")]
-NodesFile = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="Let in only the sites of this file; see `python -m server nodes`.")
-]
-State = Annotated[
-    Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
-]
-Metrics = Annotated[
-    str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
-]
-
-
-class LogFormat(StrEnum):
-    """How lines are written."""
-
-    text = "text"
-    json = "json"
-
-
-Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
 
 
 class Engine(StrEnum):
@@ -92,7 +71,7 @@ def simulate(
     grace: Grace = GRACE_S,
 ) -> None:
     """Run all clients on this machine without a server."""
-    with _errors():
+    with errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
         from server.display import Display
 
@@ -129,7 +108,7 @@ def local(
     grace: Grace = GRACE_S,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
-    with _errors():
+    with errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
         from server import federation
         from server.display import Display
@@ -174,7 +153,7 @@ def run(
     Starts a SuperLink for it, or submits it to one that runs already (--superlink): then the run folder must lie where
     both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
     """
-    with _errors(log_format):
+    with errors(log_format):
         settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
         from server import federation
         from server.control import Control
@@ -210,7 +189,7 @@ def superlink(
     log_format: Format = LogFormat.text,
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
-    with _errors(log_format):
+    with errors(log_format):
         from server import superlink as service
         from server.launch import LinkOptions
         from server.watch import endpoint, say
@@ -220,68 +199,15 @@ def superlink(
             service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
 
 
-@cli.command(epilog="Example: python -m server certs --host fl.example.org --ip 192.0.2.7")
-def certs(
-    host: Annotated[list[str] | None, typer.Option(help="DNS name that clients type; may be given again.")] = None,
-    ip: Annotated[list[str] | None, typer.Option(help="IP address that clients type; may be given again.")] = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder.")] = Path("certs"),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Until the server's certificate expires.")] = 825,
-) -> None:
-    """Make a certificate authority and the server's certificate, or with an authority that is there a new certificate.
-
-    Sites get OUT/ca.pem. OUT/ca.key signs further certificates: keep it off the server.
-    """
-    with _errors():
-        from server import certs as authority
-
-        made = authority.write(out, host or [], ip or [], days)
-        typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
-        typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
-
-
-sites = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
-cli.add_typer(sites, name="nodes")
-SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
-
-
-@sites.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub")
-def nodes_add(
-    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
-    key: Annotated[Path, typer.Argument(help="Its public key, from `python -m client keygen`.")],
-    file: SiteFile = Path("nodes.toml"),
-) -> None:
-    """Allow a site. A server that runs with this file lets it in within seconds."""
-    with _errors():
-        from server import nodes
-
-        typer.echo(f"{name} may join with key {nodes.add(file, name, key)}")
-
-
-@sites.command("list")
-def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
-    """The sites that may join."""
-    with _errors():
-        from common.keys import fingerprint
-        from server import nodes
-
-        for name, key in sorted(nodes.read(file).items()):
-            typer.echo(f"{name:20} {fingerprint(key)}")
-
-
-@sites.command("remove")
-def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
-    """Shut a site out. Its key is never taken back: to return, it needs a new one."""
-    with _errors():
-        from server import nodes
-
-        nodes.remove(file, name)
-        typer.echo(f"{name} is shut out")
+cli.command(epilog="Example: python -m server certs --host fl.example.org --ip 192.0.2.7")(admin.certs)
+cli.command(epilog="Example: python -m server doctor first.toml --host 0.0.0.0 --certs certs")(admin.doctor)
+cli.add_typer(admin.sites, name="nodes")
 
 
 @cli.command(epilog="Example: python -m server check experiments/digits.toml")
 def check(experiment: File) -> None:
     """Check an experiment file, its task and its data, and print the resolved settings."""
-    with _errors():
+    with errors():
         settings = Experiment.load(experiment)
         from server.prepare import prepare
 
@@ -298,7 +224,7 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML page.")] = Path("report.html"),
 ) -> None:
     """Compare runs: rounds and bytes to a target accuracy and the curves, on one self-contained page."""
-    with _errors():
+    with errors():
         from server.report import write
 
         table = write(runs, target, out)
@@ -331,28 +257,6 @@ def _conclude(folder: Any, display: Any) -> None:
     if history:
         plot = curves({folder.path.name: history}, folder.path / "curves.png")
         display.say(summary(history, folder.path, plot))
-
-
-@contextmanager
-def _errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
-    """One message and an exit code instead of a stack trace: 2 for what the user wrote, 1 for a failed run."""
-    flower.prepare()
-    logs.configure(log_format.value)
-    # Clients of this process, in a simulation: what they have to say reaches the server and is told by it.
-    logging.getLogger("client.app").setLevel(logging.ERROR)
-    console = Console(stderr=True)
-    try:
-        flower.check_version()
-        yield
-    except SettingsError as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
-    except RunError as error:
-        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("stopped; go on with --resume")
-        sys.exit(130)
 
 
 if __name__ == "__main__":
