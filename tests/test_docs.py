@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
+from importlib import import_module
 
+import click
 import pytest
+import typer
 
 from common.experiment import Experiment
 from server.launch import ROOT
@@ -64,3 +68,28 @@ def test_docstrings_explain_every_hyperparameter(name: str) -> None:
     assert cls.__doc__
     for hyperparameter in set(hyperparameter_names(cls)) - {"weights"}:
         assert hyperparameter in cls.__doc__, hyperparameter
+
+
+def commands() -> list[str]:
+    """Every `python -m server|client ...` that a document tells to type."""
+    documents = [ROOT / "README.md", ROOT / "docker" / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = [
+        line.strip().split("#")[0]
+        for document in documents
+        for line in document.read_text("utf-8").replace("\\\n", " ").splitlines()
+        if re.match(r"    +python -m (server|client) ", line)
+    ]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_in_the_documents_exist_with_these_options(command: str) -> None:
+    _, _, module, *words = shlex.split(command)
+    current = typer.main.get_command(import_module(f"{module}.__main__").cli)
+    context = click.Context(current)
+    while isinstance(current, click.Group):
+        current = current.commands[words.pop(0)]
+        context = click.Context(current, parent=context)
+    options, rest, _ = current.make_parser(context).parse_args(list(words))
+    assert not rest
+    assert options
