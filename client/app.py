@@ -56,7 +56,7 @@ def query(message: Message, context: Context) -> Message:
         reason = _short(f"client {who}: {error if readable else repr(error)}")
         content = write_head(RollReply([], [], [], [], [], "", "", "", VERSIONS, error=reason))
         no_memory = out_of_memory(error)
-        log.warning("takes no part: %s", reason)
+        log.warning("takes no part: %s", _line(reason))
     if no_memory:
         release()
     return Message(RecordDict({HEAD: content}), reply_to=message)
@@ -104,14 +104,19 @@ def _guarded(message: Message, head: ReplyHead, work: Callable[[list[str]], Reco
         reason = _short(f"client {head.client}, round {head.round}, {stage[0]}: {kind}{error}")
         content = reply_content(replace(head, status=status, reason=reason))
         no_memory = out_of_memory(error)
-        log.warning("%s: %s", status, reason)
+        log.warning("%s: %s", status, _line(reason))
     if no_memory:
         release()  # Only now does no traceback hold what filled it.
     return Message(content, reply_to=message)
 
 
 def _short(reason: str) -> str:
-    return reason[:MOST_REASON].encode("utf-8", "replace").decode()
+    """Without what would drive a terminal or cannot be encoded: it may quote what the server sent."""
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in reason[:MOST_REASON])
+
+
+def _line(reason: str) -> str:
+    return reason.replace("\n", "; ")
 
 
 def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:

@@ -291,7 +291,7 @@ SITES: dict[str, Site] = {}
 @pytest.fixture(scope="module")
 def _sites(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("hostile")
-    strict = policy(folder, "max_steps = 50\nmax_seconds = 5.0\n")
+    strict = policy(folder, "max_steps = 50")
     local = {"lr": 0.2, "batch_size": 4, "steps": 1}
     SITES["site"] = Site(folder / "memory", toy("scaffold", local=local), policy=strict)
 
@@ -358,6 +358,19 @@ def sendable(reply: Message) -> None:
         head = read_head(ReplyHead, content)
         assert head.status in ("ok", "error", "refused", "empty", "memory-lost")
         assert len(head.reason) <= MOST_REASON
+
+
+def test_what_a_server_says_drives_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Escape sequences, line breaks and half characters in names: one plain line in the log, text in the reply."""
+    name = "\x1b[31m\u202eroot\r\nforged: line\ud800"
+    site = Site(tmp_path, toy())
+    reply = site.train(client=name)
+    assert "this node does not host client" in reply.head.reason
+    site.settings = toy(strategy=name)
+    assert "strategy.name" in site.roll().error
+    assert len(caplog.records) == 2
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+    assert reply.head.reason.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("task", ["tests.test_policy:leaves", "unittest.__main__:x"])
