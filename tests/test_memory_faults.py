@@ -204,7 +204,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system; RLIMIT_FSIZE stands for it in the other tests")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: whatever a failed test still holds open must not leave the file system behind.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> Path:
