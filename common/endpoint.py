@@ -30,6 +30,8 @@ MOST_REQUEST_BYTES = 16 * 1024
 MOST_CONNECTIONS = 16
 LONGEST_SILENCE_S, LONGEST_CONNECTION_S = 5.0, 10.0
 LOOK_S = 0.1
+HEALTH_S = 2.0
+"""So long a question for the health waits for an earlier one; then that is the answer."""
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,6 +49,7 @@ class Endpoint:
         self._address = address
         self._registry = registry
         self._health = health
+        self._asking = threading.Lock()
         self._host, self._asked_port = parse(address)
         self._server: _Server | None = None
 
@@ -93,14 +96,22 @@ class Endpoint:
 
             return 200, _METRICS_TYPE, generate_latest(self._registry)
         if path == "/health":
-            try:
-                healthy, details = self._health()
-            except Exception as error:
-                log.exception("the health of this process could not be told")
-                healthy, details = False, {"error": repr(error)}
+            healthy, details = self._ask_health()
             body = json.dumps({"healthy": healthy, **details}, default=str)
             return 200 if healthy else 503, "application/json", body.encode() + b"\n"
         return 404, "text/plain", b"here are /metrics and /health\n"
+
+    def _ask_health(self) -> tuple[bool, dict[str, Any]]:
+        # One at a time: a health that hangs must not take all threads.
+        if not self._asking.acquire(timeout=HEALTH_S):
+            return False, {"error": f"an earlier question is unanswered after {HEALTH_S:g} s"}
+        try:
+            return self._health()
+        except Exception as error:
+            log.exception("the health of this process could not be told")
+            return False, {"error": repr(error)}
+        finally:
+            self._asking.release()
 
 
 def parse(address: str) -> tuple[str, int]:
