@@ -57,7 +57,7 @@ class Display:
                 self._plain_header = True
             self.say(line(record))
 
-    def tick(self) -> None:
+    def tick(self, status: str) -> None:
         """Nothing to do: the clock on the terminal runs by itself."""
 
     def _render(self) -> Group:

@@ -142,12 +142,14 @@ def _follow(
     """Show the history as it grows until the run is over; raise its error."""
     history, notes = Tail(folder.path / HISTORY), Tail(folder.path / NOTES, skip=True)
     asked, stopping = time.monotonic(), False
+    after: int | None = None
     while True:
-        display.tick()
         status = folder.status()
-        if "after" in status:
+        display.tick(str(status.get("status", "unknown")))
+        after = status.get("after", after)
+        if after is not None:
             for line in history.lines():
-                if (record := json.loads(line))["round"] > status["after"]:
+                if (record := json.loads(line))["round"] > after:
                     display.show(record)
         for line in notes.lines():
             display.say(line)

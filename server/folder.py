@@ -120,8 +120,12 @@ class RunFolder:
         write_atomically(self.path / ROLL, json.dumps(members, indent=1).encode())
 
     def set_status(self, status: str, **more: Any) -> None:
-        """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why."""
-        write_atomically(self.path / STATUS, json.dumps({"status": status, **more}, indent=1).encode())
+        """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
+
+        From "running" on it keeps `after`: the round from which on this process has written the history.
+        """
+        kept = {} if status == "starting" else {key: value for key, value in self.status().items() if key == "after"}
+        write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
 
     def status(self) -> dict[str, Any]:
         """What `set_status` wrote last; {} before."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor
 from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
-from flwr.supercore.error import FlowerError
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.logger import update_console_handler
 
 from common.flower import MOST_CALL_BYTES
@@ -22,6 +22,11 @@ log = logging.getLogger("flwr")
 SILENT_S = 60.0
 """A node that keeps trying is told of once in so many seconds."""
 
+REFUSALS = (
+    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED,
+    ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+)
+
 _told: dict[str, float] = {}
 
 
@@ -31,7 +36,7 @@ def main() -> None:
     program: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     program.GRPC_MAX_MESSAGE_LENGTH = MOST_CALL_BYTES
     _explain("ActivateNode", _why_not_activated)
-    _explain("RegisterNode", lambda servicer, key: f"key {_name(key)} is not registered" if key else "no key")
+    _explain("RegisterNode", lambda servicer, key: f"key {_name(key)} is not registered")
     _tell_failed_signatures()
     # What Flower says of the same refusals, at every try, with the whole key.
     log.addFilter(lambda record: "Attempted to register SuperNode" not in record.getMessage())
@@ -46,6 +51,8 @@ def _explain(method: str, why: Any) -> None:
         try:
             return original(self, request, context)
         except FlowerError as error:
+            if error.code not in REFUSALS:
+                raise
             reason = why(self, request.public_key)
             _tell(reason)
             raise FlowerError(error.code, error.message, error.public_details or reason) from error

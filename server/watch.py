@@ -28,8 +28,8 @@ class Viewer(Protocol):
     def show(self, record: Record) -> None:
         """One more round."""
 
-    def tick(self) -> None:
-        """The run has just been looked at."""
+    def tick(self, status: str) -> None:
+        """The run has just been looked at; `status` as in its run.json."""
 
 
 class JsonLines:
@@ -46,7 +46,7 @@ class JsonLines:
         values = {key: headline(record, key) for key in ("loss", "accuracy")}
         print(json_line("round", **fields, **sizes, **values), flush=True)
 
-    def tick(self) -> None:
+    def tick(self, status: str) -> None:
         """Nothing to do."""
 
 
@@ -65,13 +65,13 @@ class Watched:
     def show(self, record: Record) -> None:
         """One more round."""
         self._round = record["round"]
-        self._metrics.status("running")
         self._metrics.record(record)
         self._viewer.show(record)
 
-    def tick(self) -> None:
+    def tick(self, status: str) -> None:
         """The run has just been looked at."""
         self._looked = time.monotonic()
+        self._metrics.status(status)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the run is still looked at, and its last round."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
+from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
 
 from client.app import app
 from common import flower, keys
@@ -93,6 +97,21 @@ def federation(folder: Path, rounds: int, epochs: int = 1, quorum: int = 2) -> I
         stop(list(made.families.values()), 10)
 
 
+def throw_garbage(here: Federation) -> None:
+    """Bytes that are no TLS, and Fleet calls whose key, signature or body is nonsense; the server lives on."""
+    for port in (here.fleet, here.control):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(os.urandom(4096))
+    trust = grpc.ssl_channel_credentials(Path(here.ca).read_bytes())
+    with grpc.secure_channel(f"127.0.0.1:{here.fleet}", trust) as channel:
+        for method in ("ActivateNode", "PullMessages", "PushMessages", "PushObject", "Nonsense"):
+            call = channel.unary_unary(f"/flwr.proto.Fleet/{method}")
+            for key, signature in ((b"", b""), (b"\xff" * 300, b"x"), (os.urandom(10_000), os.urandom(10_000))):
+                said = ((PUBLIC_KEY_HEADER, key), (SIGNATURE_HEADER, signature), (TIMESTAMP_HEADER, "x\x7f"))
+                with pytest.raises(grpc.RpcError):
+                    call(os.urandom(1000), metadata=said if method != "Nonsense" else None, timeout=10)
+
+
 def test_only_those_who_belong_get_in_and_the_weights_are_the_same(tmp_path: Path) -> None:
     with federation(tmp_path, rounds=4) as here:
         stranger = keys.generate(tmp_path / "stranger.key").with_suffix("")
@@ -107,6 +126,7 @@ def test_only_those_who_belong_get_in_and_the_weights_are_the_same(tmp_path: Pat
         here.client("not encrypted", "x", "--key", key, "--max-wait", "3")
         # The second site, with its own key and the first one's name.
         here.client("another's name", "0", "--ca", here.ca, "--key", str(tmp_path / "1.key"))
+        throw_garbage(here)
         assert here.code("no key") == 2
         assert "join with --key" in here.log("no key")
         for label, words in (("unknown key", "is not registered"), ("key in use", "in use by another process")):
