@@ -3,7 +3,7 @@
     python requirements.py TORCH EXTRAS OUT      TORCH: a pip requirement, EXTRAS: names separated by commas
 
 Writes OUT/requirements.txt and OUT/constraints.txt. They alone decide the dependency layers of the image: a change of
-another setting in pyproject.toml, or of a version that only developers use, builds none of them again.
+another setting in pyproject.toml builds none of them again.
 """
 
 import re
@@ -23,15 +23,9 @@ def main(torch: str, extras: str, out: Path) -> None:
     pins = [line for line in Path("constraints.txt").read_text("utf-8").split("\n") if line and line[0] != "#"]
     if torch not in pins:
         pins = [pin for pin in pins if not OF_TORCH.match(pin)]
-    developers = {name(line) for line in project["optional-dependencies"]["dev"]}
-    pins = [pin for pin in pins if name(pin) not in developers]
     out.mkdir(parents=True, exist_ok=True)
     (out / "requirements.txt").write_text("\n".join([*wanted, ""]), "utf-8")
     (out / "constraints.txt").write_text("\n".join([*pins, ""]), "utf-8")
-
-
-def name(requirement: str) -> str:
-    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower()
 
 
 if __name__ == "__main__":
