@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ from strategies.scaffold import Scaffold
 from tests import trackers
 from tests.corruption import MESSAGE, REPLY
 from tests.helpers import experiment
-from tests.schedules import DEADLINE_S, KINDS, Fault, Schedule, schedules
+from tests.schedules import DEADLINE_S, KINDS, Fault, Schedule, one_of_each, schedules
 from tests.world import World
 
 ALGORITHMS = ["scaffold", "tracking", "hafedho", "dual"]
-EXAMPLES = int(os.environ.get("FEDKEEL_SCHEDULES", "130"))  # for each algorithm
+BLOCKS, IN_A_BLOCK = int(os.environ.get("FEDKEEL_SCHEDULES", "150")) // 10, 10
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,27 +73,28 @@ def survived(algorithm: str, schedule: Schedule) -> World:
 def test_random_schedules(algorithm: str) -> None:
     """Whatever happens: the run ends, the state fits, and the weights are those of its accepted sets.
 
-    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets. Every kind of fault really struck.
+    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets; they are the same each time.
     """
     counts: Counter[str] = Counter()
+    for block in range(BLOCKS):
 
-    @seed(zlib.crc32(algorithm.encode()))
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(schedules())
-    def check(schedule: Schedule) -> None:
-        counts["schedules"] += 1
-        counts.update(survived(algorithm, schedule).counts)
+        @seed(block)
+        @settings(
+            max_examples=IN_A_BLOCK,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(schedules(one_of_each(f"{algorithm} {block}")))
+        def check(schedule: Schedule) -> None:
+            counts["schedules"] += 1
+            counts.update(survived(algorithm, schedule).counts)
 
-    check()
+        check()
     print(f"\n{algorithm}: {dict(sorted(counts.items()))}")
-    assert counts["schedules"] >= EXAMPLES
-    assert {kind: counts[kind] for kind in KINDS if counts[kind] < EXAMPLES // 20} == {}
+    assert counts["schedules"] >= BLOCKS * IN_A_BLOCK
+    assert {kind: counts[kind] for kind in KINDS if counts[kind] < BLOCKS} == {}  # each kind really struck
 
 
 # --- each fault alone, in the third of four rounds with four clients; client "1" is struck
@@ -188,8 +188,10 @@ def test_a_client_that_keeps_too_little_is_noticed(monkeypatch: pytest.MonkeyPat
     """Only the version accepted last, while an older checkpoint may still ask for the one before."""
     save = DiskMemory.save
 
-    def forgetful(memory: DiskMemory, *given: Any) -> None:
-        save(memory, *given[:-1], [max(given[-1], default=0)])
+    def forgetful(
+        memory: DiskMemory, run: str, client: str, generation: int, version: int, state: Any, keep: Any, *more: Any
+    ) -> None:
+        save(memory, run, client, generation, version, state, [max(keep, default=0)], *more)
 
     monkeypatch.setattr(DiskMemory, "save", forgetful)
     fails(Schedule(), "dropped version")
