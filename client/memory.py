@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 from flwr.app import RecordDict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from client.cache import StateCache
 from common import wire
@@ -149,15 +149,19 @@ class Unusable(Exception):
 
 
 def read(path: Path, expected: dict[str, str]) -> State:
-    """The state in a file, its bytes read once. Raises Unusable unless it is whole and says what is `expected` of it
-    (entries "" may be anything)."""
+    """The state in a file. Raises Unusable unless it is whole and says what is `expected` of it (entries "" may be
+    anything).
+
+    Read once into memory of its own and not mapped: what is used is what was checked, whatever happens to the file,
+    and a disk that fails is an error and not the end of the process.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            state: State = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        content = path.read_bytes()
+        state: State = load(content)
+        about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
     except FileNotFoundError:
         raise Unusable("there is no such file") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise Unusable(f"it is damaged or cannot be read: {error}") from None
     for key, value in expected.items():
         if value and about.get(key) != value:

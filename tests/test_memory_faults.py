@@ -171,6 +171,20 @@ def test_the_log_says_why_a_version_is_lost(damage, why, tmp_path, caplog) -> No
     assert same(memory.load(RUN, "2", 1, 2), value(2))
 
 
+def test_what_was_loaded_is_apart_from_its_file(tmp_path: Path) -> None:
+    """A mapped file that is cut off under its reader ends the process; one that is overwritten changes what was
+    checked already."""
+    memory, size = DiskMemory(tmp_path), 100_000
+    memory.save(RUN, "2", 1, 3, value(3, size), [])
+    loaded = memory.load(RUN, "2", 1, 3)
+    with place(tmp_path, 3).open("r+b") as file:
+        file.seek(200)
+        file.write(bytes(100_000))
+        file.truncate(100_000)
+    assert same(loaded, value(3, size))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_memory_of_another_model_is_lost_memory(tmp_path: Path) -> None:
     """The same run name, client and round, saved by a model of another width: no broadcast, no wrong tracker."""
     folder = tmp_path / "memory"
