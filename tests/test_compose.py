@@ -169,7 +169,7 @@ def test_the_default_torch_is_the_pinned_one_everywhere() -> None:
     ("torch", "extras"), [("pinned", ""), ("torch==2.9.0", ""), ("torch==2.9.0", "vision")], ids=str
 )
 def test_the_image_installs_the_projects_dependencies(tmp_path: Path, torch: str, extras: str) -> None:
-    """All of pyproject's and the asked extras', none of a developer's, as pinned; another torch frees what it brings."""
+    """All of pyproject's and the asked extras' as pinned, no developer's tools; another torch brings its parts."""
     (pinned,) = [pin for pin in PINS if pin.startswith("torch==")]
     chosen = pinned if torch == "pinned" else torch
     command = [sys.executable, "docker/requirements.py", chosen, extras, str(tmp_path)]

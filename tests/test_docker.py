@@ -33,7 +33,7 @@ batch_size = 16
 steps = 1500
 [round]
 quorum = 3
-deadline_s = 45.0
+deadline_s = 240.0
 max_void = 20
 """
 KEYED = """
@@ -46,7 +46,7 @@ clients = 2
 [strategy]
 name = "scaffold"
 [round]
-deadline_s = 120.0
+deadline_s = 240.0
 """
 
 
@@ -92,11 +92,11 @@ def test_a_client_killed_in_mid_run_costs_no_bit(image: str, folder: Path) -> No
         clients = ["client-0", "client-1", "client-2"]
         federation.up("superlink", *clients)
         federation.up("server", wait=False)
-        until(lambda: len(federation.history("killed")) >= 2, 120, "two rounds")
+        until(lambda: len(federation.history("killed")) >= 2, 300, "two rounds")
         federation.compose("kill", "-s", "KILL", "client-1")
         assert federation.ended("client-1") == 137
         federation.compose("start", "client-1")
-        assert federation.wait("server", 240) == 0
+        assert federation.wait("server", 300) == 0
         history = federation.history("killed")
         assert any("1" in tried["dropped"] for record in history for tried in record["void"])
         assert {record["generation"] for record in history} == {history[0]["generation"]}
@@ -133,7 +133,7 @@ def test_tls_with_node_keys_admits_only_known_keys(image: str, folder: Path, tmp
         federation.up("superlink", "client-0", "client-1")
         assert federation.inspect("superlink")["NetworkSettings"]["Ports"]["9092/tcp"]
         federation.up("server", "client-2", wait=False)
-        assert federation.wait("server", 240) == 0
+        assert federation.wait("server", 300) == 0
         same_weights(federation.history("keyed"), federation.in_process("keyed.toml"))
         log = federation.compose("logs", "--no-color", "client-2").stdout
         assert "refuses this node" in log
