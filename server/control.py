@@ -177,7 +177,7 @@ def bundle(project: Path) -> bytes:
         settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
         # Flower's own collection walks the whole folder, virtual environments included: seconds.
         patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*.py"])
-        paths = [path for pattern in patterns for path in project.glob(pattern) if path.is_file()]
+        paths = [path for pattern in patterns for path in project.glob(pattern.lstrip("/")) if path.is_file()]
         paths += [project / "pyproject.toml", *project.glob(".gitignore")]
         return build_fab_from_files({path.relative_to(project).as_posix(): path for path in paths})[0]
     except (OSError, ValueError, KeyError) as error:
