@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 # All three in every round: a round that lacks one is void and tried again with the same three.
 KILLED = """
 name = "killed"
-rounds = 5
+rounds = 7
 [task]
 name = "digits"
 [partition]
@@ -86,8 +86,13 @@ def test_the_image_holds_the_bundle_and_no_more(image: str) -> None:
     assert {"torch", "flwr"} <= installed
 
 
-def test_a_client_killed_in_mid_run_costs_no_bit(image: str, folder: Path) -> None:
-    """SCAFFOLD with three clients under a random uid; one is killed while it trains and started again."""
+# The container's first process is an init that ends with this one.
+KILL_MAIN = "import psutil; psutil.Process(1).children()[0].kill()"
+
+
+def test_killed_containers_cost_no_bit(image: str, folder: Path) -> None:
+    """SCAFFOLD with three clients under a random uid: a client is killed while it trains and started again, then the
+    SuperLink with the server app in it, which the engine starts again, and so the run is resumed."""
     with Federation(folder, "killed.toml") as federation:
         clients = ["client-0", "client-1", "client-2"]
         federation.up("superlink", *clients)
@@ -96,10 +101,14 @@ def test_a_client_killed_in_mid_run_costs_no_bit(image: str, folder: Path) -> No
         federation.compose("kill", "-s", "KILL", "client-1")
         assert federation.ended("client-1") == 137
         federation.compose("start", "client-1")
+        until(lambda: len(federation.history("killed")) >= 4, 300, "two more rounds")
+        federation.compose("exec", "-T", "superlink", "python", "-c", KILL_MAIN, check=False)
         assert federation.wait("server", 300) == 0
         history = federation.history("killed")
         assert any("1" in tried["dropped"] for record in history for tried in record["void"])
         assert {record["generation"] for record in history} == {history[0]["generation"]}
+        assert federation.inspect("superlink")["RestartCount"] == 1
+        assert "resuming after round" in federation.compose("logs", "--no-color", "server").stdout
         same_weights(history, federation.in_process("killed.toml"))
         for service in ("superlink", "server", *clients):
             about = federation.inspect(service)
