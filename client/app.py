@@ -142,6 +142,9 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     stage[0] = "memory"
     home = memory_of(context, session)
     memory: State = {}
+    if strategy.memory != "none" and 0 < head.order <= home.newest(head.run, head.client):
+        # Its version may be the accepted one by now, and what it says of versions to keep is of old.
+        return reply_content(replace(reply, status="late", reason="this message or a newer one has been worked on"))
     if strategy.memory != "none" and head.accepted:
         loaded = home.load(head.run, head.client, head.generation, head.accepted)
         if loaded is None and strategy.memory == "bound":
@@ -183,7 +186,7 @@ def _save_and_reply(home: Memory, head: TrainHead, kept: State, build: Callable[
     """Save the next version; a disk writes while the reply is built, and is done before the reply leaves."""
 
     def save() -> None:
-        home.save(head.run, head.client, head.generation, head.round, kept, head.keep)
+        home.save(head.run, head.client, head.generation, head.round, kept, head.keep, head.order)
 
     if not isinstance(home, DiskMemory):
         save()

@@ -12,11 +12,12 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -28,6 +29,7 @@ from common.vector import State, sha256
 log = logging.getLogger("client.memory")
 
 CPU = torch.device("cpu")
+MOST_HEADER = 2**20
 
 
 class Memory(Protocol):
@@ -36,9 +38,21 @@ class Memory(Protocol):
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
         """That version, read-only; None if it is gone or damaged."""
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
+    def save(
+        self,
+        run: str,
+        client: str,
+        generation: int,
+        version: int,
+        state: State,
+        keep: Collection[int],
+        order: int = 0,
+    ) -> None:
         """Store a version so that it survives what this home survives, then drop older generations and, in this one,
-        all other versions but those in `keep`."""
+        all other versions but those in `keep`. `order` is that of the message that was worked on."""
+
+    def newest(self, run: str, client: str) -> int:
+        """The order of the last message that a version was saved for; 0 if there is none."""
 
 
 class RamMemory:
@@ -46,15 +60,29 @@ class RamMemory:
 
     def __init__(self) -> None:
         self._versions: dict[tuple[str, str], dict[tuple[int, int], State]] = {}
+        self._orders: dict[tuple[str, str], int] = {}
 
     def load(self, run: str, client: str, generation: int, version: int) -> State | None:
         return self._versions.get((run, client), {}).get((generation, version))
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
+    def save(
+        self,
+        run: str,
+        client: str,
+        generation: int,
+        version: int,
+        state: State,
+        keep: Collection[int],
+        order: int = 0,
+    ) -> None:
         held = self._versions.get((run, client), {})
         kept = {(g, v): s for (g, v), s in held.items() if g > generation or (g == generation and v in keep)}
         # In main memory: a GPU could not hold all clients of a simulation.
         self._versions[run, client] = kept | {(generation, version): to_cpu(state)}
+        self._orders[run, client] = order
+
+    def newest(self, run: str, client: str) -> int:
+        return self._orders.get((run, client), 0)
 
 
 def to_cpu(state: State) -> State:
@@ -103,11 +131,23 @@ class DiskMemory:
             return None
         return {name: value.to(self._device) for name, value in state.items()}
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
+    def save(
+        self,
+        run: str,
+        client: str,
+        generation: int,
+        version: int,
+        state: State,
+        keep: Collection[int],
+        order: int = 0,
+    ) -> None:
         place = self._place(run, client, generation)
         self._make(place)
         path, host = place / _file(version), self._to_host(state)
-        content = save(host, _about(run, client, generation, version, self._layout) | {"sha256": sha256(host)})
+        content = save(
+            host,
+            _about(run, client, generation, version, self._layout) | {"sha256": sha256(host), "order": str(order)},
+        )
         keep = {version, *keep}
         try:
             write_atomically(path, content, self._durable)
@@ -119,6 +159,14 @@ class DiskMemory:
         self._prune(place, generation, keep)
         if self._cache is not None:
             self._cache.put(path, self._whose(run, client), state)
+
+    def newest(self, run: str, client: str) -> int:
+        orders = [0]
+        for path in (self._folder / _safe(run) / _safe(client)).glob("*/*.safetensors"):
+            with suppress(OSError, ValueError, LookupError, AttributeError, TypeError), path.open("rb") as file:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER)))
+                orders.append(int(header["__metadata__"]["order"]))
+        return max(orders)
 
     def _prune(self, place: Path, generation: int, keep: Collection[int]) -> bool:
         """Drop older generations and, in this one, all versions but those in `keep`; whether there were any."""
@@ -188,12 +236,26 @@ class ContextMemory:
         record = self._records.array_records.get(self._name(run, client, generation, version))
         return None if record is None else wire.from_records(record)
 
-    def save(self, run: str, client: str, generation: int, version: int, state: State, keep: Collection[int]) -> None:
+    def save(
+        self,
+        run: str,
+        client: str,
+        generation: int,
+        version: int,
+        state: State,
+        keep: Collection[int],
+        order: int = 0,
+    ) -> None:
         for name in list(self._records.array_records):
             whose, held, old = json.loads(name)
             if whose == [run, client] and (held < generation or (held == generation and old not in keep)):
                 del self._records[name]
         self._records[self._name(run, client, generation, version)] = wire.to_records(state)
+        self._records[json.dumps([run, client])] = ConfigRecord({"order": order})
+
+    def newest(self, run: str, client: str) -> int:
+        record = self._records.config_records.get(json.dumps([run, client]))
+        return 0 if record is None else int(record["order"])  # type: ignore[arg-type]
 
     @staticmethod
     def _name(run: str, client: str, generation: int, version: int) -> str:

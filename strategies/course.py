@@ -6,6 +6,7 @@ Here the four methods are carried over messages, once for all algorithms. `serve
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ class Course:
 
     `state` and `buffers` are the model and what the algorithm keeps; `known` name -> training examples of every
     client that was ever on the roll (the N and n of trackers); `accepted` name -> last accepted round of this
-    generation; `keep` name -> versions that kept checkpoints may ask for.
+    generation; `keep` name -> versions that kept checkpoints may ask for; `order` that of the last messages.
     """
 
     strategy: FederatedStrategy
@@ -50,6 +51,7 @@ class Course:
     keep: dict[str, set[int]] = field(default_factory=dict)
     generation: int = 1
     round: int = 0
+    order: int = 0
 
     @property
     def total(self) -> int:
@@ -106,6 +108,8 @@ class Course:
         buffers = wire.to_records(self.buffers)
         assigned = self.strategy.assign(self.state, [m.name for m in members], round)
         text, total = self.experiment.json(), self.total
+        # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
+        self.order = max(self.order + 1, time.time_ns())
         return {
             member.name: Message(
                 content_of(
@@ -120,6 +124,7 @@ class Course:
                         share=self.known[member.name] / total,
                         lr=self.lr(round),
                         layout=self.layout,
+                        order=self.order,
                     ),
                     state,
                     buffers,

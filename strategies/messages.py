@@ -60,6 +60,9 @@ class TrainHead:
     share: float
     lr: float
     layout: str
+    order: int = 0
+    """Rises from try to try, over resumes too: a client works on no message that is not newer than the last one it has
+    saved a version for. 0: any time."""
 
 
 @dataclass(frozen=True)
