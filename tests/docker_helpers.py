@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -9,14 +10,16 @@ import shutil
 import signal
 import subprocess
 import time
-import tomllib
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from server.launch import bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = "fedkeel:test"
@@ -47,11 +50,9 @@ def answers() -> bool:
 
 
 def bundle_files() -> set[str]:
-    """The files that Flower's app bundle takes, with the project file itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    patterns = project["tool"]["flwr"]["app"]["fab-include"]
-    paths = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
-    return paths | {"pyproject.toml"}
+    """The files of the app bundle that the server makes, without Flower's own additions."""
+    with zipfile.ZipFile(io.BytesIO(bundle(ROOT))) as archive:
+        return {name for name in archive.namelist() if not name.startswith(".info")}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import yaml
 
 from common.experiment import Experiment
 from server.prepare import prepare
+from tests.docker_helpers import bundle_files
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE, TLS, GPU = "docker-compose.yml", "docker/compose.tls.yml", "docker/compose.gpu.yml"
@@ -151,8 +152,7 @@ def test_the_build_context_has_what_the_bundle_and_the_dockerfile_need() -> None
     """Nothing is sent unless it is named; all that the app bundle includes and the Dockerfile copies is."""
     assert next(line for line in LINES if not line.startswith("#")) == "*"
     sent = {line.removeprefix("!") for line in LINES if line.startswith("!")}
-    include = PROJECT["tool"]["flwr"]["app"]["fab-include"]
-    assert {pattern.split("/")[0] for pattern in include} <= sent
+    assert {file.split("/")[0] for file in bundle_files()} <= sent
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
     assert {path for line in copied for path in line.split()} - {"."} <= sent
     assert all((ROOT / path).exists() for path in sent)
