@@ -333,6 +333,7 @@ def test_the_newest_version_is_not_read_again(tmp_path: Path, monkeypatch: pytes
         for other in (lambda: memory.load(RUN, "2", 1, 1), lambda: DiskMemory(tmp_path).load(RUN, "2", 1, 2)):
             with pytest.raises(AssertionError, match="was read"):
                 other()
+        assert same(memory.load(RUN, "2", 1, 2), new), "asking for another version drops nothing"
         cache.clear()
         with pytest.raises(AssertionError, match="was read"):
             memory.load(RUN, "2", 1, 2)
@@ -394,6 +395,15 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
         for version in (1, 2):
             memory.save(RUN, client, 1, version, value(version, 10), [1])
     assert cache.size == 80  # clients 2 and 3, version 2
+    two, three = memory.load(RUN, "2", 1, 2), memory.load(RUN, "3", 1, 2)
+    memory.load(RUN, "2", 1, 2)
+    memory.save(RUN, "1", 1, 3, value(3, 10), [])
+    for client, before, stays in (("2", two, True), ("3", three, False)):
+        now = memory.load(RUN, client, 1, 2)
+        assert before is not None
+        assert now is not None
+        assert (now["control"] is before["control"]) == stays
+    memory.load(RUN, "1", 1, 3)
     large = torch.arange(1000.0)
     memory.save(RUN, "4", 1, 1, {"control": large[5:8]}, [])
     held = memory.load(RUN, "4", 1, 1)
