@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
@@ -18,6 +19,7 @@ from strategies.messages import Refused
 from strategies.roll import Member, members_of, roll_messages
 
 POLL_S = 0.05
+UNANSWERED = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 ROLL_CALL_S, SILENCE_S = 30.0, 60.0
 
 
@@ -124,8 +126,9 @@ class Roster:
             return
         # A node that seems to be online and says nothing must not hold up every round.
         self._silent |= dict.fromkeys(new, time.monotonic() + ROLL_CALL_S + SILENCE_S)
-        for reply in self._call(new):
-            node = reply.metadata.src_node_id
+        for node, reply in self._call(new).items():
+            if reply.has_error() and reply.error.code in UNANSWERED:
+                continue  # Flower's own word in place of an answer
             self._silent.pop(node, None)
             try:
                 self._enter(online[node], reply)
@@ -135,15 +138,16 @@ class Roster:
                     raise SettingsError(str(error)) from None
                 self._say(f"refused node {node}: {error}")
 
-    def _call(self, nodes: Iterable[int]) -> list[Message]:
+    def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
         messages = roll_messages(self._experiment, self._course.run, nodes, ttl=deadline)
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
-        return list(Exchange(self._grid).run(by_name, deadline).values())
+        exchange = Exchange(self._grid, stop=self._stop)
+        return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
-        members, in_flight = members_of(reply, self._course.layout, self._plan)
+        members, in_flight = members_of(node, reply, self._course.layout, self._plan)
         for name in (member.name for member in members):
             if info.name and name != info.name:
                 raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")

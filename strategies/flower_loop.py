@@ -52,7 +52,7 @@ class FlowerLoop:
         members: dict[str, Member] = {}
         for reply in replies:
             try:
-                entering, _ = members_of(reply, layout, task.plan_hash())
+                entering, _ = members_of(reply.metadata.src_node_id, reply, layout, task.plan_hash())
             except Refused as error:
                 raise SettingsError(str(error)) from None
             for member in entering:

@@ -44,7 +44,7 @@ def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: f
     ]
 
 
-def members_of(reply: Message, layout: str, plan: str) -> tuple[list[Member], int]:
+def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[Member], int]:
     """The clients in a node's answer to the roll call, and how many messages it takes at once (0: any number).
 
     Raises Refused if the node holds another model or another split of the data, or cannot take part.
@@ -69,7 +69,6 @@ def members_of(reply: Message, layout: str, plan: str) -> tuple[list[Member], in
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
     columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
-    node = reply.metadata.src_node_id
     return [
         Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
         for name, examples, evaluation, steps, labels in columns
