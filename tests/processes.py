@@ -191,7 +191,8 @@ class Federation:
         assert victims, [process.cmdline() for process in self.link.family.members()]
         for process in victims:
             process.kill()
-        psutil.wait_procs(victims, timeout=10)
+        # Not `psutil.wait_procs`: its parent, Flower's, leaves it a zombie.
+        until(lambda: not self.link.apps(), "the server app dies")
 
     def submit(self, settings: Experiment, folder: RunFolder, resume: bool = False) -> None:
         """Start a run."""
