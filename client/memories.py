@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
-from client.memory import Unusable, read, versions_in
+from client.memory import read, versions_in
 from common.errors import SettingsError
-
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows
-    fcntl = None  # type: ignore[assignment]
+from common.files import locked
+from common.stored import Damaged
 
 LOCK = ".lock"
 
@@ -25,7 +21,7 @@ LOCK = ".lock"
 class OpenMemory:
     """A memory folder that no one else can open until `close`, or until this process ends, however it ends."""
 
-    def __init__(self, folder: Path, lock: IO[str]) -> None:
+    def __init__(self, folder: Path, lock: ExitStack) -> None:
         self.folder = folder
         self._lock = lock
         _opened.add(self)
@@ -54,36 +50,21 @@ def open_memory(folder: str | Path) -> OpenMemory:
 
     Raises SettingsError, naming the folder, if it cannot be written or another node holds it.
     """
-    folder = Path(folder).expanduser()
+    folder, lock = Path(folder).expanduser(), ExitStack()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"memory folder {str(folder)!r} cannot be used: {error}") from None
-    try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        lock.enter_context(locked(folder / LOCK, f"memory folder {str(folder)!r}"))
         for path in _half_written(folder):
             path.unlink(missing_ok=True)
-    except BlockingIOError:
-        holder = _holder(lock)
-        lock.close()
+    except SettingsError as error:
         raise SettingsError(
-            f"memory folder {str(folder)!r} is in use by {holder}: a client's memory belongs to one node at a time; "
-            "stop that one, or join with another name or folder"
+            f"{error}: a client's memory belongs to one node at a time; stop that one, or join with another name or "
+            "folder"
         ) from None
     except OSError as error:
         lock.close()
         raise SettingsError(f"memory folder {str(folder)!r} cannot be used: {error}") from None
     return OpenMemory(folder, lock)
-
-
-def _holder(lock: IO[str]) -> str:
-    lock.seek(0)
-    return lock.read(200) or "another process"
 
 
 def _half_written(folder: Path) -> list[Path]:
@@ -131,7 +112,7 @@ def _stored(place: Path) -> StoredMemory | None:
         size, newest = size + about.st_size, max(newest, about.st_mtime)
         try:
             read(path, {"run": run, "client": client, "generation": generation, "version": str(version)})
-        except Unusable as error:
+        except Damaged as error:
             if path.exists():
                 damaged[version] = str(error)
     if not versions:

@@ -18,12 +18,12 @@ from typing import Protocol
 
 import torch
 from flwr.app import ConfigRecord, RecordDict
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from client.cache import StateCache
 from common import wire
 from common.files import flush, write_atomically
+from common.stored import Damaged, read_tensors
 from common.vector import State, sha256
 
 log = logging.getLogger("client.memory")
@@ -126,7 +126,7 @@ class DiskMemory:
         about = _about(run, client, generation, version, self._layout)
         try:
             state = read(path, about)
-        except Unusable as error:
+        except Damaged as error:
             log.warning("memory of client %s, version %d is lost: %s: %s", client, version, path, error)
             return None
         return {name: value.to(self._device) for name, value in state.items()}
@@ -192,30 +192,15 @@ class DiskMemory:
         return (str(self._folder), run, client, self._layout, str(self._device))
 
 
-class Unusable(Exception):
-    """A file of memory that cannot be used; the text says why."""
-
-
 def read(path: Path, expected: dict[str, str]) -> State:
-    """The state in a file. Raises Unusable unless it is whole and says what is `expected` of it (entries "" may be
-    anything).
-
-    Read once into memory of its own and not mapped: what is used is what was checked, whatever happens to the file,
-    and a disk that fails is an error and not the end of the process.
-    """
-    try:
-        content = path.read_bytes()
-        state: State = load(content)
-        about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
-    except FileNotFoundError:
-        raise Unusable("there is no such file") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise Unusable(f"it is damaged or cannot be read: {error}") from None
+    """The state in a file. Raises Damaged unless it is whole and says what is `expected` of it (entries "" may be
+    anything)."""
+    state, about = read_tensors(path)
     for key, value in expected.items():
         if value and about.get(key) != value:
-            raise Unusable(f"it is foreign: {key} {about.get(key)!r}, expected {value!r}")
+            raise Damaged(f"it is foreign: {key} {about.get(key)!r}, expected {value!r}")
     if about.get("sha256") != sha256(state):
-        raise Unusable("it is damaged: its checksum is wrong")
+        raise Damaged("it is damaged: its checksum is wrong")
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,19 +43,18 @@ def write_atomically(path: Path, content: bytes, durable: bool = True) -> None:
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock that ends with the process, also with one that is killed.
 
-    Raises SettingsError, with `what` and the other process's id, if another one holds it, and OSError if the file
-    cannot be made.
+    Raises SettingsError, with `what` and the other process, if another one holds it, and OSError if the file cannot be
+    made.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            who = f"another process (pid {holder})" if holder.isdigit() else "another process"
-            raise SettingsError(f"{what} is in use by {who}") from None
+            holder = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
+            raise SettingsError(f"{what} is in use by {holder or 'another process'}") from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
         os.close(descriptor)

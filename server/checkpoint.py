@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.errors import SettingsError
 from common.files import replacing
+from common.stored import Damaged, read_tensors
 from common.vector import State, sha256
 from strategies.course import Course
 
@@ -131,10 +131,8 @@ def _digest(about: Mapping[str, str], tensors: State) -> str:
 def read(path: Path) -> tuple[Checkpoint, str] | None:
     """A checkpoint and the identity of its experiment; None if the file is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            about: dict[str, str] = file.metadata() or {}
-            tensors: State = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
+        tensors, about = read_tensors(path)
+    except Damaged:
         return None
     if about.get("format") != FORMAT or about.pop("sha256", "") != _digest(about, tensors):
         return None

@@ -95,20 +95,24 @@ class Rounds:
         self._folder.set_status("running", rounds=self._experiment.rounds, after=course.round)
         self._folder.save_settings(self._experiment)
         try:
+            if course.round >= self._experiment.rounds:
+                return self._conclude(course)
             roster = self._roll(course)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             if not resume:
                 self._checkpoints.save(course)
-            record: Record = (self._folder.history() or [{}])[-1]
             for round in range(course.round + 1, self._experiment.rounds + 1):
                 if self._stop() is not None:
                     raise Stopped
-                record = self._round(round, course, roster, exchange)
-            self._model.load(course.state["model"], course.buffers)
-            self._folder.save_model(self._model.named_tensors())
-            return record
+                self._round(round, course, roster, exchange)
+            return self._conclude(course)
         finally:
             self._checkpoints.close()
+
+    def _conclude(self, course: Course) -> Record:
+        self._model.load(course.state["model"], course.buffers)
+        self._folder.save_model(self._model.named_tensors())
+        return (self._folder.history() or [{}])[-1]
 
     def _fresh(self) -> Course:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
@@ -144,7 +148,7 @@ class Rounds:
             self._say(f"warning: {warning}")
         return roster
 
-    def _round(self, round: int, course: Course, roster: Roster, exchange: Exchange) -> Record:
+    def _round(self, round: int, course: Course, roster: Roster, exchange: Exchange) -> None:
         started = time.perf_counter()
         void: list[Record] = []
         for number in range(self._experiment.round.max_void):
@@ -176,7 +180,6 @@ class Rounds:
         if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
             self._checkpoints.save(course)
         self._show(record)
-        return record
 
     def _attempt(self, round: int, number: int, course: Course, roster: Roster, exchange: Exchange) -> Attempt:
         settings = self._experiment.round

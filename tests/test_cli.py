@@ -215,9 +215,9 @@ def test_what_does_not_fit_the_folder_is_told() -> None:
         kept(simulate(SMALL, "--run-dir", "runs/small"), "holds a run already: add --resume")
         with Path("runs/small/.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            kept(simulate(SMALL, "--resume"), "is in use by another process")
+            kept(simulate(SMALL, "--resume"), "is in use by process ")
             for command in ("local", "run"):
-                kept(invoke(command, "a.toml", "--resume"), "is in use by another process")
+                kept(invoke(command, "a.toml", "--resume"), "is in use by process ")
     before = Path("runs/small/experiment.toml").read_bytes()
     other = SMALL + "seed = 9\n"
     foreign = simulate(other, "--resume")

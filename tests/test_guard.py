@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,12 @@ from tests.faults import toy
 
 
 @pytest.fixture(autouse=True)
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's Grid with the guard, and as it was again afterwards."""
     for name in ("pull_objects", "inflate_object_from_contents"):
         monkeypatch.setattr(http_grid, name, getattr(http_grid, name))
     monkeypatch.setattr(guard, "_most_bytes", 10**6)
     guard.guard_replies()
-    yield
 
 
 def reply(numbers: int = 10) -> Message:

@@ -255,7 +255,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(SettingsError, match="is in use by another process"):
+        with pytest.raises(SettingsError, match="is in use by process "):
             run(tmp_path, toy(rounds=3), resume=True)
         other.communicate("\n")
     ran(tmp_path, toy(rounds=3), grid(tmp_path), resume=True)

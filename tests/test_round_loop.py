@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -280,6 +281,10 @@ def test_evaluation_counts_only_what_was_asked(examples: int, tmp_path: Path) ->
     assert evaluated(tmp_path / "b", head(examples=examples)).history[0]["clients"]["loss"]["n"] == 4
 
 
+def crash(reply: Message) -> Message:
+    return Message(error=Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "gone"), metadata=reply.metadata)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -289,7 +294,7 @@ def test_evaluation_counts_only_what_was_asked(examples: int, tmp_path: Path) ->
         (head(examples=[1.5, 2.5, 3.5]), "malformed: examples = '[1.5, 2.5, 3.5]' is no list[int]"),
         (head(names=["0", "1"]), "malformed: roll of clients ['0', '1']"),
         (head(examples=[4, -1, 4]), "examples: negative numbers in the roll"),
-        (fail, "roll call failed: gone"),
+        (crash, "roll call failed: gone"),
         (lambda reply: Message(content=RecordDict(), metadata=reply.metadata), "malformed: no record"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: the round in hand is finished or as if it had never begun; and who is missed, and why."""
+"""A run that is asked to stop: its round is finished or as if it had never begun; and who is missed, and why."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def crash(reply: Message) -> Message:
         (head(run=3), "invalid"),
     ],
 )
-def test_each_dropped_client_has_a_cause(change: Callable[[Message], Message | None], kind: str, tmp_path: Path) -> None:
+def test_a_dropped_client_has_a_cause(change: Callable[[Message], Message | None], kind: str, tmp_path: Path) -> None:
     result = ran(tmp_path, toy(), FaultyGrid(lies("1", change)))
     assert result.history[1]["causes"] == {"1": kind}
     assert set(result.history[1]["dropped"]) == {"1"}
@@ -181,3 +181,16 @@ def test_each_dropped_client_has_a_cause(change: Callable[[Message], Message | N
 def test_a_cause_is_one_of_few() -> None:
     assert all(Refused(kind, "why").kind == kind for kind in KINDS)
     assert {Refused(cause).kind for cause in ("layout", "norm", "meaningless", "")} == {"invalid"}
+
+
+def test_a_finished_run_needs_nobody(tmp_path: Path) -> None:
+    """Started again with --resume it ends at once, with the same last line; more rounds call the roll again."""
+    settings, memory = toy("scaffold", rounds=2), str(tmp_path / "memory")
+    first = ran(tmp_path / "run", settings, FaultyGrid(memory=memory))
+    deserted = FaultyGrid(memory=memory)
+    deserted.nodes = list
+    again = ran(tmp_path / "run", settings, deserted, resume=True)
+    assert again.history == first.history
+    assert again.final == first.final
+    longer = ran(tmp_path / "run", toy("scaffold", rounds=3), FaultyGrid(memory=memory), resume=True)
+    assert len(longer.history) == 3
