@@ -29,7 +29,12 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.fleet_pb2_grpc import FleetStub
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    ObjectTree,
+    PushObjectRequest,
+    PushObjectResponse,
+)
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.address import parse_address
 from flwr.supercore.error import ApiErrorCode, FlowerError
@@ -44,6 +49,7 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_push_object_fn_protobuf,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectUnavailableError,
     inflate_object_from_contents,
     pull_objects,
     push_objects,
@@ -68,6 +74,9 @@ _REGISTRATION_DISABLED = ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED
 
 OBJECT_TIMEOUT_S = 600.0
 
+# The server app sits beside the server and sends without pause: a message with a gap this long will not be completed.
+PART_S = 10.0
+
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
 
@@ -90,6 +99,10 @@ class RunOver(Exception):
 
 class TooLarge(Exception):
     """A message that holds more than this site takes."""
+
+
+class SenderGone(Exception):
+    """A message whose server app died while it sent it."""
 
 
 class Stopping(Exception):
@@ -265,7 +278,7 @@ class Fleet:
         pull = make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id)
         contents = pull_objects(
             list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree))),
-            _bounded(pull, self.access.most_bytes),
+            _bounded(_patient(pull), self.access.most_bytes),
             initial_backoff=PULL_BACKOFF_S,
             backoff_cap=PULL_BACKOFF_CAP_S,
             max_tries_per_object=None,
@@ -288,28 +301,40 @@ class Fleet:
                 message_object_trees=[get_object_tree(reply)],
                 clientapp_runtime_list=[runtime_s],
             )
-            answer = self._call("PushMessages", request)
-            run_id, session = reply.metadata.run_id, answer.session_id
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(self._caller("PushObject"), self.node, run_id, session),
-                object_ids_to_push=set(answer.objects_to_push),
-            )
+            answer, repeated = self._try("PushMessages", request)
+            parts, session = get_all_nested_objects(reply), answer.session_id
+            wanted = set(answer.objects_to_push)
+            if repeated and not wanted:
+                # The first answer was lost, and the server app has taken the message since: it waits for parts of a
+                # session whose id never came. Without an id the server looks for it.
+                wanted, session = set(parts), ""
+            push = make_push_object_fn_protobuf(self._push_object, self.node, reply.metadata.run_id, session)
+            push_objects(parts, push, object_ids_to_push=wanted)
+
+    def _push_object(self, request: PushObjectRequest) -> PushObjectResponse:
+        answer, repeated = self._try("PushObject", request, OBJECT_TIMEOUT_S)
+        # A part that has come is refused when it comes again: if this call was repeated, its first answer was lost.
+        return PushObjectResponse(stored=answer.stored or repeated or not request.session_id)
 
     def _caller(self, method: str) -> Callable[[Any], Any]:
         return lambda request: self._call(method, request, OBJECT_TIMEOUT_S)
 
     def _call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        wait_s = 0.1
+        return self._try(method, request, timeout_s)[0]
+
+    def _try(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> tuple[Any, bool]:
+        """The answer, and whether the call was repeated: the server may have heard it before."""
+        wait_s, repeated = 0.1, False
         while True:
             try:
                 answer = getattr(self._stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 _raise_unless_connection(error)
                 self._without_server(error)
+                repeated = True
             else:
                 self._lost_since = None
-                return answer
+                return answer, repeated
             self.stop.wait(wait_s * random.uniform(0.8, 1.2))
             wait_s = min(wait_s * 1.5, 2.0)
 
@@ -360,6 +385,24 @@ def _raise_unless_connection(error: grpc.RpcError) -> None:
     if _flower_code(error) == ApiErrorCode.RUNTIME_VERSION_INCOMPATIBLE:
         raise SettingsError(f"the server refuses this node's flwr version: {_details(error)}") from None
     raise error
+
+
+def _patient(pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """`pull`, that raises once no further part has come for `PART_S` seconds: the server app died while sending."""
+    latest = time.monotonic()
+
+    def patient(object_id: str) -> bytes:
+        nonlocal latest
+        try:
+            content = pull(object_id)
+        except ObjectUnavailableError:
+            if time.monotonic() - latest > PART_S:
+                raise SenderGone(f"no part of a message has come for {PART_S:g} s; its sender is gone") from None
+            raise
+        latest = time.monotonic()
+        return content
+
+    return patient
 
 
 def _bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:

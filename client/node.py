@@ -19,7 +19,7 @@ from typing import Protocol
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from client.fleet import Access, Fleet, RunOver, ServerForgot, Stopping
+from client.fleet import Access, Fleet, RunOver, SenderGone, ServerForgot, Stopping
 from client.memories import open_memory
 from common import wire
 from common.errors import RunError, SettingsError
@@ -187,6 +187,8 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             _count(process.watch, options.name, message, reply, seconds)
         except RunOver:
             log.info("run %d has ended; its message is dropped", run_id)
+        except SenderGone as error:
+            log.warning("run %d: %s", run_id, error)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
         except Exception:

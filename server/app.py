@@ -84,6 +84,11 @@ def run(
     `stop` or the folder's stop file ended returns like a finished one; the status tells them apart.
     """
     experiment = resolve(experiment)
+
+    def told(text: str) -> None:
+        folder.note(text)
+        say(text)
+
     with folder.open(resume):
         try:
             folder.set_status("starting", rounds=experiment.rounds)
@@ -96,17 +101,13 @@ def run(
                     events.write(record)
                     show(record)
 
-                def told(text: str) -> None:
-                    folder.note(text)
-                    say(text)
-
                 either = earliest(stop, folder.stop)
                 rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict)
                 record = rounds.run(resume)
         except Stopped:
             record = (folder.history() or [{}])[-1]
+            told(f"stopped after round {record.get('round', 0)}; go on with --resume")
             folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0)
-            say(f"stopped after round {record.get('round', 0)}; go on with --resume")
             return record
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)

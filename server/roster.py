@@ -46,6 +46,8 @@ class Roster:
         self._nodes: dict[int, str] = {}
         """Node on the roll -> when it was activated: another time is another process."""
         self._refused: dict[int, str] = {}
+        self._overdue: set[int] = set()
+        """Nodes that have just missed a deadline: one that died may still seem to be online."""
         self._silent: dict[int, float] = {}
         """Node that did not answer its roll call -> when to call it again."""
 
@@ -99,6 +101,12 @@ class Roster:
         if self._stop() is not None:
             raise Stopped
 
+    def overdue(self, names: Iterable[str]) -> None:
+        """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
+        self._overdue = {self.members[name].node for name in names if name in self.members}
+        if self._overdue:
+            self._refused.clear()
+
     def restarted(self) -> set[int]:
         """Nodes on the roll whose process has started anew since: what they were asked is lost."""
         return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
@@ -151,7 +159,7 @@ class Roster:
         for name in (member.name for member in members):
             if info.name and name != info.name:
                 raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")
-            if name in self.members:
+            if name in self.members and self.members[name].node not in self._overdue:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
         self._course.admit(members)
         self.members |= {member.name: member for member in members}

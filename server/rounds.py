@@ -202,6 +202,7 @@ class Rounds:
                 raise Stopped
         with _timed(attempt.seconds, "aggregate"):
             self._judge(round, course, attempt, replies, "late" if enough and enough(replies) else "timed out")
+            roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
             self._advance(round, course, attempt, quorum)
         return attempt
 

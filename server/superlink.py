@@ -29,7 +29,8 @@ def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace
         if options.nodes:
             stack.enter_context(Follower(options.nodes, link.control, say))
         how = "TLS" if options.certificates else "plain text"
-        say(f"SuperLink: clients at {options.host}:{link.fleet_port}, runs at {options.control_host}:{link.control_port} ({how})")
+        runs = f"{options.control_host}:{link.control_port}"
+        say(f"SuperLink: clients at {options.host}:{link.fleet_port}, runs at {runs} ({how})")
         while stop() is None:
             if not link.running:
                 raise RunError("the SuperLink ended by itself")

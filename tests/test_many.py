@@ -32,7 +32,8 @@ round.deadline_s = 120
 
 
 def host(link: SuperLink, folder: Path, names: Sequence[int]) -> Family:
-    command = [sys.executable, "-m", "client", "join", "--server", link.fleet_address, "--memory", str(folder / "memory")]
+    command = [sys.executable, "-m", "client", "join", "--server", link.fleet_address]
+    command += ["--memory", str(folder / "memory")]
     command += [word for name in names for word in ("--name", str(name))]
     return Family(command, flower.environment(), folder / f"clients-{names[0]}.log", ROOT)
 

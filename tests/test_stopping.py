@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -138,6 +138,31 @@ def test_a_client_that_started_anew_is_not_waited_for(tmp_path: Path, monkeypatc
     result = ran(tmp_path / "run", settings, Restarted(memory=str(tmp_path / "memory")))
     assert time.monotonic() - started < 20
     assert set(result.history[1]["void"][0]["causes"].values()) == {"crashed"}
+    assert result.final == straight.final
+
+
+class Dying(FaultyGrid):
+    """From round 2 on the first node is silent and seems to be online; another one comes with its clients."""
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=node) for node in ([NODE] if self.now < 2 else [NODE, 7])]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.dst_node_id == NODE and self.now >= 2:
+                del self._ready[message_id]
+        return ids
+
+
+def test_who_missed_a_deadline_gives_its_name_free(tmp_path: Path) -> None:
+    """A client that was killed and started anew need not wait until Flower notices that its old node is gone."""
+    settings = toy("scaffold", round={"deadline_s": 0.5})
+    straight = ran(tmp_path / "straight", settings)
+    result = ran(tmp_path / "run", settings, Dying(memory=str(tmp_path / "memory")))
+    assert [len(line["void"]) for line in result.history] == [0, 1, 0]
+    assert set(result.history[1]["void"][0]["causes"].values()) == {"timed out"}
     assert result.final == straight.final
 
 
