@@ -25,7 +25,7 @@ from benchmarks import models
 from benchmarks.round import median, resident, stock
 from common.experiment import Experiment, PartitionSettings
 from common.tasks.base import ClientData, Examples, Task
-from server.launch import ROOT
+from server.control import ROOT
 
 ENGINES = {"resident": resident, "stock": stock}
 

@@ -22,8 +22,9 @@ import psutil
 
 from benchmarks.round import experiment
 from common import flower
+from server.control import ROOT
 from server.folder import RunFolder
-from server.launch import ROOT, SuperLink
+from server.launch import SuperLink
 from server.processes import Family, stop
 
 IDLE_S = 20.0

@@ -78,7 +78,7 @@ def join(
     Exit code 0: stopped; 1: no server for --max-wait seconds; 2: what was typed cannot work or is refused.
     """
     with errors(log_format):
-        from client.fleet import Access
+        from client.access import Access
         from client.node import NodeOptions, run_nodes
 
         access = Access(server, str(ca or ""), "", insecure, max_wait)

@@ -160,7 +160,7 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
 
 
 def _fleet(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool) -> Iterator[Check]:
-    from client.fleet import Access
+    from client.access import Access
     from client.fleet_probe import FleetProbe
     from common.keys import load_private
 

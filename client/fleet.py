@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-from cryptography import x509
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
@@ -36,8 +34,7 @@ from flwr.proto.message_pb2 import (
     PushObjectResponse,
 )
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.address import parse_address
-from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -57,9 +54,23 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 
-from common.addresses import bracketed, is_loopback
+from client.access import Access, server_address
+from client.fleet_errors import (
+    REGISTRATION_DISABLED,
+    RunOver,
+    SenderGone,
+    ServerForgot,
+    Stopping,
+    TooLarge,
+    cause,
+    details,
+    flower_code,
+    raise_unless_connection,
+    reason,
+    wrong_tls,
+)
 from common.errors import RunError, SettingsError
-from common.flower import MOST_CALL_BYTES, PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
+from common.flower import PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
 from common.keys import load_private
 
 log = logging.getLogger("client.node")
@@ -70,8 +81,6 @@ PATIENCE_S = 25.0
 """How long a site with a key of its own tries to get in: a little longer than a server holds a killed one for alive."""
 AGAIN_S = 2.0
 
-_REGISTRATION_DISABLED = ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED
-
 OBJECT_TIMEOUT_S = 600.0
 
 # The server app sits beside the server and sends without pause: a message with a gap this long will not be completed.
@@ -79,98 +88,6 @@ PART_S = 10.0
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
-
-# A lost server is looked for about once a second; gRPC's own back-off goes up to two minutes.
-_CHANNEL = [
-    ("grpc.max_send_message_length", MOST_CALL_BYTES),
-    ("grpc.max_receive_message_length", MOST_CALL_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-
-
-class ServerForgot(Exception):
-    """The server does not know this node: it restarted with an empty state."""
-
-
-class RunOver(Exception):
-    """The message's run has ended or was stopped; nobody waits for the answer."""
-
-
-class TooLarge(Exception):
-    """A message that holds more than this site takes."""
-
-
-class SenderGone(Exception):
-    """A message whose server app died while it sent it."""
-
-
-class Stopping(Exception):
-    """The node is to stop, and there is no server to wait for."""
-
-
-def server_address(server: str) -> str:
-    """The gRPC target of a HOST:PORT. Raises SettingsError if it is none."""
-    host, port = _parsed(server)
-    return f"{bracketed(host)}:{port}"
-
-
-def _parsed(server: str) -> tuple[str, int]:
-    host, port, is_v6 = parse_address(server) or ("", 0, None)
-    if port < 1 or not (is_v6 or re.fullmatch(r"[A-Za-z0-9_.-]+", host)):
-        raise SettingsError(f"--server: {server!r} is not HOST:PORT, such as fl.example.org:9092")
-    return host, port
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a server is reached and who is asking. The same for all clients of a process but for the key.
-
-    `ca`: file of the authority that signed the server's certificate; "": the system's authorities. `key`: file of the
-    private key by which the server knows this site; "": a new one each time, for servers that let anybody in.
-    Plain text is for this machine alone, unless `insecure`. `most_bytes`: of one received message.
-    """
-
-    server: str
-    ca: str = ""
-    key: str = ""
-    insecure: bool = False
-    max_wait_s: float | None = None
-    most_bytes: int = 2**31
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether the connection is TLS: always beyond this machine, unless someone typed otherwise."""
-        return bool(self.ca) or not (self.insecure or is_loopback(_parsed(self.server)[0]))
-
-    def check(self) -> None:
-        """Raise SettingsError for what cannot work."""
-        server_address(self.server)
-        if self.ca and self.insecure:
-            raise SettingsError("--ca and --insecure contradict each other")
-        self.authority()
-        if self.key:
-            load_private(Path(self.key))
-
-    def authority(self) -> bytes | None:
-        """The authority's certificate in PEM; None for the system's."""
-        if not self.ca:
-            return None
-        try:
-            content = Path(self.ca).read_bytes()
-            x509.load_pem_x509_certificates(content)
-        except OSError as error:
-            raise SettingsError(f"--ca: {self.ca!r} cannot be read: {error.strerror}") from None
-        except ValueError:
-            raise SettingsError(f"--ca: {self.ca!r} is no certificate in PEM; ask for the server's ca.pem") from None
-        return content
-
-    def channel(self) -> grpc.Channel:
-        """A new channel; those of one process share a connection."""
-        address = server_address(self.server)
-        if not self.encrypted:
-            return grpc.insecure_channel(address, options=_CHANNEL)
-        return grpc.secure_channel(address, grpc.ssl_channel_credentials(self.authority()), options=_CHANNEL)
 
 
 @dataclass
@@ -209,7 +126,7 @@ class Fleet:
             try:
                 self.node = Node(node_id=self._enter())
             except (grpc.RpcError, ServerForgot, RunOver) as error:
-                refused = f"the server at {self.address} refuses this node: {_reason(error)}"
+                refused = f"the server at {self.address} refuses this node: {reason(error)}"
                 if time.monotonic() > end or not self.access.key:
                     raise SettingsError(refused) from None
                 if refused != told:
@@ -226,13 +143,13 @@ class Fleet:
         try:
             return self._activate()
         except grpc.RpcError as refusal:
-            if "in use" in _details(refusal):
+            if "in use" in details(refusal):
                 raise
             try:
                 # A server that lets anybody in does not know the key yet.
                 self._register()
             except grpc.RpcError as error:
-                raise (refusal if _flower_code(error) == _REGISTRATION_DISABLED else error) from None
+                raise (refusal if flower_code(error) == REGISTRATION_DISABLED else error) from None
         return self._activate()
 
     def _activate(self) -> int:
@@ -244,7 +161,7 @@ class Fleet:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=self._public_key))
         except grpc.RpcError as error:
             # The first answer was lost and the call repeated, or this site was here before: the key is known.
-            if _flower_code(error) != ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE:
+            if flower_code(error) != ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE:
                 raise
 
     def leave(self) -> None:
@@ -267,7 +184,7 @@ class Fleet:
         try:
             found = self._call("PullMessages", PullMessagesRequest(node=self.node))
         except grpc.RpcError as error:
-            log.warning("the server at %s failed: %s", self.address, _details(error))
+            log.warning("the server at %s failed: %s", self.address, details(error))
             return None
         if not found.messages_list:
             return None
@@ -329,7 +246,7 @@ class Fleet:
             try:
                 answer = getattr(self._stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                _raise_unless_connection(error)
+                raise_unless_connection(error)
                 self._without_server(error)
                 repeated = True
             else:
@@ -345,13 +262,13 @@ class Fleet:
             now = time.monotonic()
             if self._lost_since is None:
                 self._lost_since = now
-                if not self.node.node_id and (wrong := _wrong_tls(error, self.access)):
+                if not self.node.node_id and (wrong := wrong_tls(error, self.access)):
                     raise SettingsError(f"--server: {self.address}: {wrong}")
-                log.warning("no Flower server at %s yet (%s), retrying", self.address, _cause(error))
+                log.warning("no Flower server at %s yet (%s), retrying", self.address, cause(error))
             most = self.access.max_wait_s
             if most is not None and now - self._lost_since >= most:
                 waited = f"{most:g} s"
-                raise RunError(f"no Flower server at {self.address} for {waited}: {_cause(error)}")
+                raise RunError(f"no Flower server at {self.address} for {waited}: {cause(error)}")
 
     def _send_heartbeats(self) -> None:
         # In time for two tries within the interval. A failure is left to the next call of the main loop.
@@ -360,7 +277,7 @@ class Fleet:
             try:
                 self._stub.SendNodeHeartbeat(request, timeout=5)
             except grpc.RpcError as error:
-                log.debug("heartbeat failed: %s", _details(error))
+                log.debug("heartbeat failed: %s", details(error))
 
 
 class _VersionInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
@@ -372,19 +289,6 @@ class _VersionInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[mis
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         metadata = self._version.append_to_grpc_metadata(details.metadata)
         return continuation(details._replace(metadata=metadata), request)
-
-
-def _raise_unless_connection(error: grpc.RpcError) -> None:
-    code = error.code()
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return
-    if code == grpc.StatusCode.PERMISSION_DENIED:
-        raise RunOver from None
-    if code == grpc.StatusCode.UNAUTHENTICATED:
-        raise ServerForgot(error.details()) from None
-    if _flower_code(error) == ApiErrorCode.RUNTIME_VERSION_INCOMPATIBLE:
-        raise SettingsError(f"the server refuses this node's flwr version: {_details(error)}") from None
-    raise error
 
 
 def _patient(pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
@@ -418,48 +322,3 @@ def _bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
         return content
 
     return bounded
-
-
-def _reason(error: Exception) -> str:
-    if _flower_code(error) == _REGISTRATION_DISABLED:
-        return (
-            "it lets in only sites whose keys it knows; make one with `python -m client keygen`, give the .pub file to "
-            "its operator and join with --key"
-        )
-    if _flower_code(error) == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED and "key" not in _details(error):
-        return "it does not know this key, or another process uses it"
-    return _details(error)
-
-
-def _wrong_tls(error: grpc.RpcError, access: Access) -> str:
-    """What is wrong with the encryption, if that is why a first call failed; trying again would not help."""
-    text = error.details() or ""
-    host = _parsed(access.server)[0]
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        said = text.rpartition("CERTIFICATE_VERIFY_FAILED:")[2].strip(" :")
-        hint = "is this the ca.pem of that server?" if access.ca else "pass the ca.pem of its operator as --ca"
-        return f"its certificate is not to be trusted ({said}); {hint}"
-    if "not in peer certificate" in text or "Hostname Verification" in text:
-        return f"its certificate is not for {host!r}; its operator makes another with: python -m server certs"
-    if "WRONG_VERSION_NUMBER" in text:
-        return "it speaks plain text; with --insecure nothing would be encrypted"
-    return ""
-
-
-def _flower_code(error: Exception) -> int | None:
-    flower_error = FlowerError.from_json(error.details()) if isinstance(error, grpc.RpcError) else None
-    return flower_error.code if flower_error else None
-
-
-def _details(error: Exception) -> str:
-    text = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
-    flower_error = FlowerError.from_json(text)
-    if flower_error:
-        text = " ".join(filter(None, (flower_error.message, flower_error.public_details)))
-    return f"{text} (is this machine's clock right?)" if "timestamp" in text else str(text)
-
-
-def _cause(error: grpc.RpcError) -> str:
-    text = error.details() or ""
-    known = {"refused": "connection refused", "DNS": "unknown host name", "Deadline": "no answer"}
-    return next((short for word, short in known.items() if word in text), text.rpartition(": ")[2])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from common.doctor import Check
 
 if TYPE_CHECKING:
-    from client.fleet import Access
+    from client.access import Access
 
 CALL_S = 4.0
 MOST_SHIFTS = 12

@@ -19,7 +19,9 @@ from typing import Protocol
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from client.fleet import Access, Fleet, RunOver, SenderGone, ServerForgot, Stopping
+from client.access import Access
+from client.fleet import Fleet
+from client.fleet_errors import RunOver, SenderGone, ServerForgot, Stopping
 from client.memories import open_memory
 from common import wire
 from common.errors import RunError, SettingsError

@@ -109,6 +109,10 @@ class Control:
             found = client.ListNodes(ListNodesRequest()).nodes_info
         return [Node(n.node_id, n.name, n.public_key, n.status) for n in found if n.status != "unregistered"]
 
+    def online(self) -> list[int]:
+        """Ids of the nodes that the server takes for alive."""
+        return sorted(node.node_id for node in self.nodes() if node.status == "online")
+
     def register(self, node: Node) -> None:
         """Let a site join under its name and key."""
         with self._client() as client:
@@ -140,35 +144,6 @@ class Control:
             raise RunError(f"no answer from the Flower server at {self.address}: {error}") from None
         finally:
             client.close()
-
-
-def submit_run(
-    control_address: str,
-    project: Path = ROOT,
-    run_config: Mapping[str, str | int | float | bool] | None = None,
-) -> int:
-    """`Control.submit` of a server without TLS."""
-    return Control(control_address).submit(project, run_config)
-
-
-def run_status(control_address: str, run_id: int) -> RunStatus:
-    """`Control.status` of a server without TLS."""
-    return Control(control_address).status(run_id)
-
-
-def run_log(control_address: str, run_id: int) -> str:
-    """`Control.log` of a server without TLS."""
-    return Control(control_address).log(run_id)
-
-
-def stop_run(control_address: str, run_id: int) -> None:
-    """`Control.stop` of a server without TLS."""
-    Control(control_address).stop(run_id)
-
-
-def online_nodes(control_address: str) -> list[int]:
-    """Ids of the nodes that a server without TLS takes for alive."""
-    return sorted(node.node_id for node in Control(control_address).nodes() if node.status == "online")
 
 
 def bundle(project: Path) -> bytes:

@@ -13,8 +13,10 @@ from typing import Any
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from server.clients import Clients, start_clients
+from server.control import ROOT, Control, RunStatus
 from server.folder import HISTORY, NOTES, RunFolder
-from server.launch import ROOT, Clients, Control, LinkOptions, RunStatus, SuperLink, start_clients
+from server.launch import LinkOptions, SuperLink
 from server.nodes import Follower
 from server.processes import hurry
 from server.stopping import GRACE_S, Stop, StopOnSignal

@@ -1,4 +1,4 @@
-"""A Flower server and clients as real processes on this machine."""
+"""A Flower server as a real process on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,24 +19,8 @@ from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import environment
 from server.certs import Certificates
-from server.control import ROOT, Control, RunStatus, bundle, run_log, run_status, stop_run, submit_run
+from server.control import ROOT, Control
 from server.processes import Family, free_ports, stop
-
-__all__ = [
-    "ROOT",
-    "Clients",
-    "Control",
-    "LinkOptions",
-    "RunStatus",
-    "SuperLink",
-    "bundle",
-    "free_ports",
-    "run_log",
-    "run_status",
-    "start_clients",
-    "stop_run",
-    "submit_run",
-]
 
 
 @dataclass(frozen=True)
@@ -218,64 +201,3 @@ def _command_of(process: psutil.Process) -> list[str]:
     except psutil.Error:
         words = []
     return words
-
-
-class Clients:
-    """Client processes of this machine, by name."""
-
-    def __init__(self, families: Mapping[str, Family]):
-        self._families = dict(families)
-        self._told: set[str] = set()
-
-    def ended(self) -> dict[str, str]:
-        """Clients whose process is gone: name -> exit code and the end of its log."""
-        return {
-            name: f"exit code {family.process.returncode}\n{family.tail()}"
-            for name, family in self._families.items()
-            if not family.running
-        }
-
-    def newly_ended(self) -> dict[str, str]:
-        """As `ended`, each client once."""
-        new = {name: why for name, why in self.ended().items() if name not in self._told}
-        self._told |= new.keys()
-        return new
-
-    def pid(self, name: str) -> int:
-        """The process id of a client."""
-        return self._families[name].process.pid
-
-    def stop(self, grace_s: float = 10.0) -> None:
-        """Let all finish the message in hand for up to `grace_s` seconds, then kill them."""
-        stop(list(self._families.values()), grace_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-
-def start_clients(
-    address: str,
-    names: Sequence[str],
-    *,
-    memory_root: Path,
-    log_dir: Path,
-    device: str = "cpu",
-    module: str = "client",
-    options: Sequence[str] = (),
-    cwd: Path = ROOT,
-) -> Clients:
-    """Start `python -m client join` for each name; use the result in a `with` statement.
-
-    `memory_root`/NAME is a client's memory, `log_dir`/client-NAME.log its output. `options` go to all.
-    """
-    families = {}
-    for name in names:
-        command = [sys.executable, "-m", module, "join", "--server", address, "--name", name]
-        command += ["--memory", str((memory_root / name).resolve()), "--device", device, *options]
-        families[name] = Family(command, environment(), log_dir / f"client-{name}.log", cwd)
-    return Clients(families)

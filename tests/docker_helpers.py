@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from server.launch import bundle
+from server.control import bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = "fedkeel:test"

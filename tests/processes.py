@@ -17,9 +17,10 @@ from client.memory import DiskMemory
 from common import vector
 from common.experiment import Experiment
 from server.checkpoint import Checkpoint, read
-from server.control import online_nodes, run_log, run_status, submit_run
+from server.clients import Clients, start_clients
+from server.control import ROOT
 from server.folder import RunFolder
-from server.launch import ROOT, Clients, SuperLink, start_clients
+from server.launch import SuperLink
 from server.processes import free_ports
 from tests.gated import VARIABLE, Gates
 from tests.helpers import Simulation
@@ -145,9 +146,9 @@ class Federation:
 
     def restart(self, name: str) -> None:
         """Start it anew and wait until it has joined."""
-        before = set(online_nodes(self.link.control_address))
+        before = set(self.link.control.online())
         self.start(name)
-        until(lambda: set(online_nodes(self.link.control_address)) - before, f"client {name} joins")
+        until(lambda: set(self.link.control.online()) - before, f"client {name} joins")
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a client."""
@@ -163,7 +164,7 @@ class Federation:
 
     def wait_for_nodes(self, count: int) -> None:
         """Until so many nodes have joined."""
-        until(lambda: len(online_nodes(self.link.control_address)) >= count, f"{count} clients join")
+        until(lambda: len(self.link.control.online()) >= count, f"{count} clients join")
 
     # --- the server
 
@@ -201,7 +202,7 @@ class Federation:
             "run-dir": str(folder.path),
             "resume": resume,
         }
-        self.run_id = submit_run(self.link.control_address, ROOT, config)
+        self.run_id = self.link.control.submit(ROOT, config)
 
     def finish(self, folder: RunFolder, limit_s: float = 120.0) -> list[dict[str, Any]]:
         """Wait for the end of the run; returns its history."""
@@ -214,7 +215,7 @@ class Federation:
 
     def _log(self) -> str:
         with suppress(Exception):
-            return run_log(self.link.control_address, self.run_id)[-3000:]
+            return self.link.control.log(self.run_id)[-3000:]
         return "no log"
 
     def mend(self) -> None:
@@ -228,7 +229,7 @@ class Federation:
         if not self.link.running:
             self._link.close()
             self.start_link()
-        if self.run_id and not run_status(self.link.control_address, self.run_id).over:
+        if self.run_id and not self.link.control.status(self.run_id).over:
             with suppress(AssertionError):
                 self.kill_app()
         self.run_id = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
-from server.launch import ROOT, bundle
+from server.control import ROOT, bundle
 
 CODE = ("server", "client", "strategies", "common")
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from common.experiment import Experiment
-from server.launch import ROOT
+from server.control import ROOT
 from strategies import REGISTRY, create, hyperparameter_names
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -93,3 +93,16 @@ def test_commands_in_the_documents_exist_with_these_options(command: str) -> Non
     options, rest, _ = current.make_parser(context).parse_args(list(words))
     assert not rest
     assert options
+
+
+def test_every_row_of_reliability_names_a_test_that_exists() -> None:
+    """A file, or a file and a function or the start of its name; "::name" is of the file before it."""
+    text = (ROOT / "docs" / "reliability.md").read_text("utf-8")
+    file = ""
+    found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+)(\*?))?`", text)
+    assert len(found) > 50
+    for name, function, prefix in found:
+        file = name or file
+        if file:
+            code = (ROOT / "tests" / file).read_text("utf-8")
+            assert not function or re.search(rf"def {function}{'' if prefix else r'[(]'}", code), (file, function)

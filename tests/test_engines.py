@@ -18,10 +18,12 @@ from client.app import app as client_app
 from common.experiment import Experiment
 from common.flower import environment
 from server.app import run
+from server.clients import start_clients
+from server.control import ROOT
 from server.federation import failure
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid, grid
-from server.launch import ROOT, SuperLink, start_clients, submit_run
+from server.launch import SuperLink
 from server.processes import Family, stop
 from strategies import REGISTRY
 
@@ -84,7 +86,7 @@ def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str],
         "experiment-toml": experiment(algorithm).toml(),
         "run-dir": str(tmp_path),
     }
-    submit_run(federation.control_address, ROOT, config)
+    federation.control.submit(ROOT, config)
     end = time.monotonic() + DEADLINE_S
     while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
         time.sleep(0.1)

@@ -16,7 +16,8 @@ from flwr.superlink.grid import http_grid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.fleet import TooLarge, _bounded
+from client.fleet import _bounded
+from client.fleet_errors import TooLarge
 from common import wire
 from server import guard
 from server.inprocess import InProcessGrid

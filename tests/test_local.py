@@ -16,9 +16,9 @@ import pytest
 from client.app import app
 from common.experiment import Experiment
 from server.app import run
+from server.control import ROOT
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
-from server.launch import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,7 +14,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, ObjectUnavailableError, pull_objects
 
 from client import fleet
-from client.fleet import Access, Fleet, SenderGone
+from client.access import Access
+from client.fleet import Fleet
+from client.fleet_errors import SenderGone
 from common import wire
 from server.inprocess import InProcessGrid
 

@@ -15,9 +15,10 @@ from client.node import poll_delay
 from common import flower
 from common.experiment import Experiment
 from server.app import run
+from server.control import ROOT
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
-from server.launch import ROOT, SuperLink
+from server.launch import SuperLink
 from server.processes import Family, stop
 
 TEXT = """

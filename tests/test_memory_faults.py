@@ -24,7 +24,7 @@ from client.memories import list_memories, open_memory, reset_memory
 from client.memory import DiskMemory
 from common.errors import SettingsError
 from common.vector import State
-from server.launch import ROOT
+from server.control import ROOT
 from strategies.messages import Reply
 from tests.faults import FaultyGrid, bits, ran, toy
 from tests.site import Site

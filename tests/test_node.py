@@ -18,11 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from client.__main__ import cli
-from client.fleet import Access, server_address
+from client.access import Access, server_address
 from client.node import poll_delay
 from common import flower
 from common.errors import RunError, SettingsError
-from server.control import bundle, online_nodes, run_log, run_status, stop_run, submit_run
+from server.control import bundle
 from server.launch import SuperLink
 from server.processes import Family, free_ports, stop
 
@@ -52,12 +52,12 @@ def node(address: str, name: str, folder: Path) -> Iterator[Family]:
 
 def start(link: SuperLink, out: Path, plan: str, nodes: int = 1) -> int:
     config = {"plan": plan, "nodes": nodes, "out": str(out)}
-    return submit_run(link.control_address, STANDIN / "project", config)
+    return link.control.submit(STANDIN / "project", config)
 
 
 def finish(link: SuperLink, run_id: int, out: Path) -> list[dict[str, object]]:
-    until(lambda: run_status(link.control_address, run_id).over, 60)
-    assert run_status(link.control_address, run_id).completed, run_log(link.control_address, run_id)
+    until(lambda: link.control.status(run_id).over, 60)
+    assert link.control.status(run_id).completed, link.control.log(run_id)
     return json.loads(out.read_text())
 
 
@@ -89,14 +89,14 @@ def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: P
         joined = []
         for life in range(2):
             with SuperLink(tmp_path / f"{life}.log", control_port=control, fleet_port=fleet) as link:
-                until(lambda: online_nodes(link.control_address))
-                joined += online_nodes(link.control_address)
+                until(lambda: link.control.online())
+                joined += link.control.online()
         assert len(set(joined)) == 2
         with SuperLink(tmp_path / "2.log", control_port=control, fleet_port=fleet) as link:
-            until(lambda: online_nodes(link.control_address))
+            until(lambda: link.control.online())
             family.process.terminate()
             assert family.process.wait(10) == 0
-            assert not online_nodes(link.control_address)
+            assert not link.control.online()
     text = log.read_text()
     assert text.count("no Flower server") <= 4
     assert "Traceback" not in text
@@ -113,7 +113,7 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
         [step] = finish(link, run_id, out)
         assert step["replies"] == [{"same": True, "seen": 1, "name": "a"}]
         assert family.process.wait(10) == 0
-        assert not online_nodes(link.control_address)
+        assert not link.control.online()
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp
         with SuperLink(tmp_path / "1.log", control_port=control, fleet_port=fleet) as link:
             run_id = start(link, tmp_path / "1.json", "sleep1")
             until(lambda: "doing sleep1" in log.read_text())
-            stop_run(link.control_address, run_id)
+            link.control.stop(run_id)
             until(lambda: f"run {run_id} has ended" in log.read_text())
             start(link, tmp_path / "2.json", "sleep2")
             until(lambda: "doing sleep2" in log.read_text())
@@ -157,14 +157,14 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
         until(lambda: "stopping" in family.tail())
         family.process.terminate()
         assert family.process.wait(5) == 128 + signal.SIGTERM
-        assert not run_status(link.control_address, run_id).over
+        assert not link.control.status(run_id).over
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_idle_node_takes_next_to_no_cpu(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link, node(link.fleet_address, "a", tmp_path) as family:
-        until(lambda: online_nodes(link.control_address))
+        until(lambda: link.control.online())
         time.sleep(10)
         process = psutil.Process(family.process.pid)
         before = sum(process.cpu_times()[:2])

@@ -26,7 +26,7 @@ from common import wire
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.tasks.base import Task
-from server.launch import ROOT
+from server.control import ROOT
 from strategies.messages import HEAD, METRICS, STATE, Refused, ReplyHead, RollReply, read_head
 from tests import faults
 from tests.faults import FaultyGrid, run, toy

@@ -20,9 +20,9 @@ from common import flower, keys
 from common.experiment import Experiment
 from server import certs, nodes
 from server.app import run
+from server.control import ROOT
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
-from server.launch import ROOT
 from server.processes import Family, free_ports, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -19,7 +19,7 @@ from client.app import app
 from common import flower
 from common.addresses import answers
 from common.experiment import Experiment
-from server.control import ROOT, online_nodes
+from server.control import ROOT, Control
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
 from server.processes import Family, free_ports, stop
@@ -73,7 +73,7 @@ class Stock:
             node = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{fleet}"]
             node += ["--host", "127.0.0.1", "--port", str(port), "--node-config", f'name="{name}"']
             families.append(self.start(node, f"supernode-{name}"))
-        until(lambda: len(online_nodes(self.control)) == len(NAMES), "the SuperNodes join")
+        until(lambda: len(Control(self.control).online()) == len(NAMES), "the SuperNodes join")
 
     def start(self, command: list[str], log: str) -> Family:
         """One of Flower's commands of this environment."""

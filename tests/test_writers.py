@@ -12,9 +12,9 @@ from client.app import app
 from common import tasks
 from common.experiment import Experiment
 from server.app import run
+from server.control import ROOT
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid, grid
-from server.launch import ROOT
 
 pytestmark = [pytest.mark.data, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp  # noqa: E402
 
 from client.__main__ import stop_on_signal  # noqa: E402
-from client.fleet import Access  # noqa: E402
+from client.access import Access  # noqa: E402
 from client.node import NodeOptions, run_nodes  # noqa: E402
 
 app = ClientApp()
