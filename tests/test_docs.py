@@ -100,7 +100,7 @@ def test_every_row_of_reliability_names_a_test_that_exists() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text("utf-8")
     file = ""
     found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+)(\*?))?`", text)
-    assert len(found) > 50
+    assert len(found) > 40
     for name, function, prefix in found:
         file = name or file
         if file:
