@@ -156,19 +156,17 @@ def run(
     with errors(log_format):
         settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
         from server import federation
-        from server.control import Control
         from server.launch import LinkOptions
         from server.prepare import prepare
         from server.watch import watched
 
         resume = resume or (resume_or_start and folder.holds_run())
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        control = federation.running_link(superlink, ca, options) if superlink else None
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
-            if superlink is not None:
-                federation.attach(
-                    settings, folder, display, resume=resume, control=Control(superlink, ca), grace_s=grace
-                )
+            if control is not None:
+                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace)
             else:
                 federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
         _conclude(folder, display)

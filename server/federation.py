@@ -11,6 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from flwr.supercore.address import parse_address
+
+from common.addresses import is_loopback
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.clients import Clients, start_clients
@@ -89,11 +92,32 @@ def attach(
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
-    stops the run too, without finishing its round.
+    stops the run too, without finishing its round. Raises RunError if someone else stopped it.
     """
     with stop_on_signals(grace_s) as stop:
         begin(folder, resume)
         submitted(control, experiment, folder, display, resume, stop, grace_s, lambda: None, strict=False)
+        if stop() is None and folder.status().get("status") == "stopped":
+            # A supervisor that restarts this command after failures then goes on with the run.
+            raise RunError("the run was stopped with its SuperLink; go on with --resume")
+
+
+def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control:
+    """The SuperLink at a control address. Raises SettingsError for options that are another one's affair, and for an
+    address on another machine that would be spoken to in plain text."""
+    parsed = parse_address(address)
+    if parsed is None or not parsed[0] or parsed[1] < 1:
+        raise SettingsError(f"--superlink: {address!r} is not HOST:PORT, such as 127.0.0.1:8000")
+    if options.certificates or options.nodes or options.state:
+        raise SettingsError("--superlink: --certs, --nodes and --state are for the command that started that SuperLink")
+    if ca and options.insecure:
+        raise SettingsError("--ca and --insecure contradict each other")
+    if not (ca or options.insecure or is_loopback(parsed[0])):
+        raise SettingsError(
+            f"--superlink: {address} is another machine and nothing would be encrypted: pass its ca.pem as --ca, or "
+            "type --insecure if that is what you want"
+        )
+    return Control(address, ca)
 
 
 def begin(folder: RunFolder, resume: bool) -> None:

@@ -21,6 +21,7 @@ from common import keys
 from common.errors import RunError, SettingsError
 from server import certs, nodes
 from server.control import Node
+from server.federation import running_link
 from server.launch import LinkOptions
 
 
@@ -249,3 +250,27 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
         made.key.chmod(0)
         with pytest.raises(SettingsError, match="cannot be read"):
             LinkOptions(certificates=made.folder).check()
+
+
+@pytest.mark.parametrize(
+    ("address", "ca", "options", "word"),
+    [
+        ("fl.example.org:8000", None, LinkOptions(), "--insecure"),
+        ("192.0.2.7:8000", None, LinkOptions(), "--insecure"),
+        ("127.0.0.1:8000", None, LinkOptions(state=Path("s")), "--state"),
+        ("127.0.0.1:8000", None, LinkOptions(certificates=Path("c")), "--certs"),
+        ("127.0.0.1:8000", Path("ca.pem"), LinkOptions(insecure=True), "contradict"),
+        ("nowhere", None, LinkOptions(), "HOST:PORT"),
+        ("", None, LinkOptions(), "HOST:PORT"),
+        (":8000", None, LinkOptions(), "HOST:PORT"),
+    ],
+)
+def test_a_superlink_that_runs_elsewhere(address: str, ca: Path | None, options: LinkOptions, word: str) -> None:
+    with pytest.raises(SettingsError, match=word):
+        running_link(address, ca, options)
+
+
+def test_a_superlink_that_may_be_spoken_to() -> None:
+    assert running_link("127.0.0.1:8000", None, LinkOptions()).ca is None
+    assert running_link("superlink:8000", None, LinkOptions(insecure=True)).ca is None
+    assert running_link("superlink:8000", Path("ca.pem"), LinkOptions()).ca == Path("ca.pem")
