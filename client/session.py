@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from client.work import local_steps
 from common import tasks
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.flower import versions
 from common.models import build
 from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel
@@ -26,7 +26,7 @@ from strategies.base import FederatedStrategy
 from strategies.messages import RollReply, read_experiment
 
 MOST_CLASSES = 10_000
-VERSIONS = f"flwr {version('flwr')}, torch {torch.__version__}"
+VERSIONS = versions()
 
 
 @dataclass

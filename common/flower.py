@@ -68,6 +68,11 @@ def installed_version() -> str:
         return "none"
 
 
+def versions() -> str:
+    """What decides whether two processes understand each other, and whether they compute the same bits."""
+    return f"flwr {installed_version()}, torch {version('torch')}"
+
+
 def tune_flower(longest_wait_s: float | None = None) -> None:
     """Shorten the wait for objects that are still under way, for all later pulls in this process.
 

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from common.flower import versions
 from server.exchange import Exchange
 from server.stopping import Stop, Stopped
 from strategies.course import Course
@@ -156,11 +157,14 @@ class Roster:
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
         members, in_flight = members_of(node, reply, self._course.layout, self._plan)
-        for name in (member.name for member in members):
+        for member in members:
+            name = member.name
             if info.name and name != info.name:
                 raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")
             if name in self.members and self.members[name].node not in self._overdue:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
+            if member.versions != (own := versions()):
+                self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
         self._course.admit(members)
         self.members |= {member.name: member for member in members}
         self.in_flight[node] = in_flight

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flwr.app import Message, MessageType, RecordDict
 
 from common.experiment import Experiment
+from common.flower import FLWR_SERIES, versions
 from common.seeds import derive
 from strategies.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
 
@@ -60,6 +61,8 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
     if min([0, *answer.examples, *answer.evaluation]) < 0:
         raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
     who = f"client {', '.join(map(repr, answer.names[:3]))}"
+    if not answer.versions.startswith(f"flwr {FLWR_SERIES}."):
+        raise Refused("versions", f"{who} runs {answer.versions[:100]!r}, the server {versions()!r}")
     if answer.layout != layout:
         raise Refused(
             "layout",

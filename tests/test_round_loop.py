@@ -295,6 +295,8 @@ def crash(reply: Message) -> Message:
         (head(names=["0", "1"]), "malformed: roll of clients ['0', '1']"),
         (head(examples=[4, -1, 4]), "examples: negative numbers in the roll"),
         (crash, "roll call failed: gone"),
+        (head(versions="flwr 1.42.0, torch 2.9"), "runs 'flwr 1.42.0, torch 2.9', the server 'flwr 1.39"),
+        (head(versions="x"), "versions: client '0', '1', '2' runs 'x'"),
         (lambda reply: Message(content=RecordDict(), metadata=reply.metadata), "malformed: no record"),
     ],
 )
