@@ -32,8 +32,8 @@ from server import certs, nodes, vce  # noqa: E402
 from server.app import run  # noqa: E402
 from server.clients import start_clients  # noqa: E402
 from server.control import ROOT  # noqa: E402
-from server.federation import failure  # noqa: E402
 from server.folder import RunFolder  # noqa: E402
+from server.follow import failure  # noqa: E402
 from server.inprocess import InProcessGrid  # noqa: E402
 from server.launch import LinkOptions, SuperLink  # noqa: E402
 from server.processes import Family, stop  # noqa: E402

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,20 +13,15 @@ from flwr.supercore.address import parse_address
 from common.addresses import is_loopback
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
-from server.clients import Clients, start_clients
-from server.control import ROOT, Control, RunStatus
-from server.folder import HISTORY, NOTES, RunFolder
+from server.clients import start_clients
+from server.control import ROOT, Control
+from server.folder import RunFolder
+from server.follow import Tail, follow
 from server.launch import LinkOptions, SuperLink
 from server.nodes import Follower
 from server.processes import hurry
 from server.stopping import GRACE_S, Stop, StopOnSignal
 from server.watch import Viewer
-
-LOOK_S = 0.1
-ASK_S = 2.0
-AT_ONCE_S = 2.0
-MARGIN_S = 15.0
-"""How long after the grace of a stop the server app may take to write its state and end."""
 
 
 def run(
@@ -77,7 +69,7 @@ def run(
             return None if link.running else f"the SuperLink ended; its log: {link.log}"
 
         # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-        submitted(link.control, experiment, folder, display, resume, stop, grace_s, trouble, strict=bool(names))
+        submitted(link.control, experiment, folder, display, resume, stop, trouble, strict=bool(names))
 
 
 def attach(
@@ -92,14 +84,23 @@ def attach(
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
-    stops the run too, without finishing its round. Raises RunError if someone else stopped it.
+    stops the run too, without finishing its round. With `resume`, a run that is going on is watched: this command may
+    have been killed and started again. Raises RunError if someone else stopped it.
     """
     with stop_on_signals(grace_s) as stop:
-        begin(folder, resume)
-        submitted(control, experiment, folder, display, resume, stop, grace_s, lambda: None, strict=False)
+        if resume and folder.in_use():
+            display.say("this run is going on; its rounds follow")
+            follow(folder, display, stop, _nothing, lambda: None if folder.in_use() else "the server app has died")
+        else:
+            begin(folder, resume)
+            submitted(control, experiment, folder, display, resume, stop, _nothing, strict=False)
         if stop() is None and folder.status().get("status") == "stopped":
             # A supervisor that restarts this command after failures then goes on with the run.
             raise RunError("the run was stopped with its SuperLink; go on with --resume")
+
+
+def _nothing() -> None:
+    return None
 
 
 def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control:
@@ -134,7 +135,6 @@ def submitted(
     display: Viewer,
     resume: bool,
     stop: Stop,
-    grace_s: float,
     trouble: Callable[[], str | None],
     strict: bool,
 ) -> None:
@@ -146,82 +146,15 @@ def submitted(
         "strict": strict,
     }
     run_id = control.submit(ROOT, config)
-    try:
-        _follow(folder, display, control, run_id, stop, grace_s, trouble)
-    except KeyboardInterrupt:
-        folder.stop.ask(0)
-        end = time.monotonic() + AT_ONCE_S
-        while folder.status().get("status") == "running" and time.monotonic() < end:
-            time.sleep(LOOK_S)
-        raise
 
+    def dead() -> str | None:
+        answer = control.status(run_id)
+        if not answer.over:
+            return None
+        log = control.log(run_id).strip().splitlines()[-20:]
+        return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
-def _follow(
-    folder: RunFolder,
-    display: Viewer,
-    control: Control,
-    run_id: int,
-    stop: Stop,
-    grace_s: float,
-    trouble: Callable[[], str | None],
-) -> None:
-    """Show the history as it grows until the run is over; raise its error."""
-    history, notes = Tail(folder.path / HISTORY), Tail(folder.path / NOTES, skip=True)
-    asked, stopping = time.monotonic(), False
-    after: int | None = None
-    while True:
-        status = folder.status()
-        display.tick(str(status.get("status", "unknown")))
-        after = status.get("after", after)
-        if after is not None:
-            for line in history.lines():
-                if (record := json.loads(line))["round"] > after:
-                    display.show(record)
-        for line in notes.lines():
-            display.say(line)
-        if status.get("status") in ("finished", "stopped"):
-            return
-        if status.get("status") == "failed":
-            raise failure(folder)
-        if (why := trouble()) is not None:
-            raise RunError(why)
-        if (until := stop()) is not None:
-            if not stopping:
-                stopping = True
-                folder.stop.ask(max(0.0, until - time.monotonic()))
-                display.say(f"stopping after the round in hand, within {grace_s:g} s; once more to stop at once")
-            if time.monotonic() > until + MARGIN_S:
-                raise RunError("the run did not stop in time; go on with --resume")
-        if time.monotonic() - asked > ASK_S:
-            asked = time.monotonic()
-            answer = control.status(run_id)
-            if answer.over and folder.status().get("status") not in ("finished", "failed", "stopped"):
-                raise RunError(_died(control, run_id, answer))
-        time.sleep(LOOK_S)
-
-
-class Tail:
-    """The new whole lines of a file that grows, or that is replaced by another one as a whole."""
-
-    def __init__(self, path: Path, skip: bool = False) -> None:
-        self._path, self._offset, self._file = path, 0, 0
-        if skip and path.exists():
-            self._offset, self._file = path.stat().st_size, path.stat().st_ino
-
-    def lines(self) -> Iterator[str]:
-        """What was added since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if about.st_ino != self._file or about.st_size < self._offset:
-                    self._file, self._offset = about.st_ino, 0
-                file.seek(self._offset)
-                added = file.read()
-        except FileNotFoundError:
-            return
-        whole = added.rpartition(b"\n")[0]
-        self._offset += len(whole) + 1 if whole else 0
-        yield from whole.decode("utf-8", "replace").splitlines()
+    follow(folder, display, stop, trouble, dead)
 
 
 def join_command(options: LinkOptions) -> str:
@@ -231,18 +164,6 @@ def join_command(options: LinkOptions) -> str:
     key = " --key NAME.key" if options.nodes else ""
     plain = " --insecure" if options.insecure else ""
     return f"python -m client join --server {host}:{options.fleet_port} --name NAME{tls}{key}{plain}"
-
-
-def failure(folder: RunFolder) -> Exception:
-    """The error that a run left in its folder."""
-    status = folder.status()
-    text = str(status.get("error", "the run failed"))
-    return SettingsError(text) if status.get("exit_code") == 2 else RunError(text)
-
-
-def _died(control: Control, run_id: int, answer: RunStatus) -> str:
-    log = control.log(run_id).strip().splitlines()[-20:]
-    return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
 
 @contextmanager
@@ -264,6 +185,3 @@ def stop_on_signals(grace_s: float) -> Iterator[Stop]:
             yield stop
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-__all__ = ["Clients", "Tail", "attach", "begin", "failure", "join_command", "run", "stop_on_signals", "submitted"]

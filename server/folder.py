@@ -67,6 +67,16 @@ class RunFolder:
         if not self.holds_run():
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def in_use(self) -> bool:
+        """Whether another process has the folder open."""
+        try:
+            with locked(self.path / ".lock", ""):
+                return False
+        except SettingsError:
+            return True
+        except OSError:
+            return False
+
     def require(self, resume: bool) -> None:
         """Raise SettingsError if the folder does not fit: it holds a run to be kept, or none to resume."""
         if resume and not self.holds_run():

@@ -20,8 +20,8 @@ from common.flower import environment
 from server.app import run
 from server.clients import start_clients
 from server.control import ROOT
-from server.federation import failure
 from server.folder import RunFolder
+from server.follow import failure
 from server.inprocess import InProcessGrid, grid
 from server.launch import SuperLink
 from server.processes import Family, stop

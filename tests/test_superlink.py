@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TEXT = """
 name = "long"
-rounds = 8
+rounds = 12
 partition.kind = "dirichlet"
 partition.clients = 3
 strategy.name = "scaffold"
@@ -66,8 +66,8 @@ def commands(folder: Path) -> Iterator[Callable[..., Family]]:
 
 def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     """SIGTERM: the round in hand is finished, both commands end, the run's with 1, for a supervisor to try again. The
-    clients stay. The second command goes on where the first one was, to the weights of one process; a third one finds
-    nothing to do."""
+    clients stay. The next command goes on where the first one was. It is killed, and another one watches the run to its
+    end, with the weights of one process; one more finds nothing to do."""
     fleet, control, watch = free_ports(3)
     experiment, folder = tmp_path / "experiment.toml", RunFolder(tmp_path / "run")
     experiment.write_text(TEXT)
@@ -90,10 +90,14 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
         assert "stopped with its SuperLink" in first.tail()
         assert folder.status()["status"] == "stopped"
         before = len(folder.history())
-        assert before < 8
+        assert before < 12
 
         link = start(*link_words)
         until(lambda: health(watch), 90, link)
+        killed = start(*run_words, "--resume-or-start")
+        until(lambda: len(folder.history()) > before, 120, killed, link, clients)
+        killed.process.kill()
+        killed.process.wait(10)
         second = start(*run_words, "--resume-or-start")
         until(lambda: not second.running, 150, second, link, clients)
         assert second.process.returncode == 0, second.tail()
@@ -102,7 +106,7 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
         until(lambda: not third.running, 90, third, link)
         assert third.process.returncode == 0, third.tail()
     history = folder.history()
-    assert [line["round"] for line in history] == list(range(1, 9))
+    assert [line["round"] for line in history] == list(range(1, 13))
     assert {line["generation"] for line in history} == {1}
     expected = run(InProcessGrid(app), Experiment.parse(TEXT), RunFolder(tmp_path / "inprocess"))
     assert history[-1]["sha256"] == expected["sha256"]
