@@ -36,7 +36,10 @@ def memory_list(memory: MemoryRoot = DEFAULT_MEMORY) -> None:
         from client.memories import list_memories
 
         for folder in _memory_folders(memory):
-            for each in list_memories(folder):
+            held = list_memories(folder)
+            if not held:
+                typer.echo(f"{folder}: nothing")
+            for each in held:
                 versions = ", ".join(map(str, each.versions))
                 damaged = "".join(f"; version {v} is damaged: {why}" for v, why in each.damaged.items())
                 typer.echo(
