@@ -60,7 +60,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {"level": record.levelname, "logger": record.name, "message": _message(record)}
-        more = {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
+        # Names with "_" are what other libraries note for themselves.
+        more = {k: v for k, v in vars(record).items() if k not in _OWN_ATTRIBUTES and not k.startswith("_")}
         taken = {"time", "exception", *fields}
         fields |= {f"{key}_" if key in taken else key: value for key, value in more.items()}
         if record.exc_info and record.exc_info[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +22,9 @@ class Stopped(Exception):
 
 
 class StopOnSignal:
-    """SIGTERM asks once and then ends the process; a context manager for the main thread, and a `Stop`.
+    """SIGTERM asks once and then ends the process; a context manager and a `Stop`.
 
+    In another thread than the main one, as under Flower's simulation, signals are not its affair and nobody asks.
     `at_once`: what the second SIGTERM does. Ctrl-C stays an interrupt: a checkpoint makes it safe too.
     """
 
@@ -39,11 +41,14 @@ class StopOnSignal:
         self._until = time.monotonic() + self._grace_s
 
     def __enter__(self) -> StopOnSignal:
-        self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        if self._installed:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 class StopFile:

@@ -362,6 +362,7 @@ def sendable(reply: Message) -> None:
 
 def test_what_a_server_says_drives_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Escape sequences, line breaks and half characters in names: one plain line in the log, text in the reply."""
+    caplog.set_level("WARNING", "client.app")
     name = "\x1b[31m\u202eroot\r\nforged: line\ud800"
     site = Site(tmp_path, toy())
     reply = site.train(client=name)

@@ -156,5 +156,10 @@ def test_resets_a_share_of_pieces(echo: int) -> None:
 def test_without_a_target_it_resets() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with Proxy(port) as proxy, connect(proxy) as connection:
-        assert is_reset(connection)
+    with Proxy(port) as proxy:
+        try:
+            connection = connect(proxy)
+        except ConnectionResetError:  # even before the handshake is over
+            return
+        with connection:
+            assert is_reset(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -111,6 +112,20 @@ def test_signals() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert at_once == ["now"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_gets_no_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def inside() -> None:
+        with StopOnSignal() as stop:
+            seen.append((stop(), signal.getsignal(signal.SIGTERM)))
+
+    seen: list[object] = []
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
 
 
 # --- causes
