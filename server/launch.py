@@ -77,7 +77,7 @@ class SuperLink:
 
     def __init__(
         self,
-        log: Path | None,
+        log: Path,
         *,
         fleet_port: int | None = None,
         control_port: int | None = None,

@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -56,23 +55,19 @@ class Family:
     command gets SIGTERM on Linux; note that there "the parent" is the thread that called this.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path | None, cwd: Path | None = None):
-        """Start the command. Without `log` its output goes where this process's goes."""
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None):
         self.log = log
         self._tag = uuid.uuid4().hex
         tied = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
-        with ExitStack() as stack:
-            output = None
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(log.open("ab"))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*tied, *command],
                 env={**env, _TAG: self._tag},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT if output else None,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
@@ -83,7 +78,7 @@ class Family:
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of the log."""
-        text = self.log.read_text("utf-8", errors="replace") if self.log and self.log.exists() else ""
+        text = self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     def members(self) -> list[psutil.Process]:

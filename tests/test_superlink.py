@@ -102,6 +102,8 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
         until(lambda: not second.running, 150, second, link, clients)
         assert second.process.returncode == 0, second.tail()
         assert clients.running
+        said = [json.loads(line) for line in link.log.read_text().splitlines()]
+        assert any("SuperLink: clients at" in line["message"] for line in said)
         third = start(*run_words, "--resume-or-start")
         until(lambda: not third.running, 90, third, link)
         assert third.process.returncode == 0, third.tail()
