@@ -73,12 +73,13 @@ class Federation:
         return str(self.folder / "certs" / "ca.pem")
 
     def log(self, label: str) -> str:
-        return self.families[label].tail(200)
+        log = self.families[label].log
+        return log.read_text("utf-8", "replace") if log.exists() else ""
 
     def wait(self, true: Callable[[], object], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not true():
-            assert time.monotonic() < end, {label: self.log(label) for label in self.families}
+            assert time.monotonic() < end, {label: family.tail() for label, family in self.families.items()}
             time.sleep(0.1)
 
     def code(self, label: str, seconds: float = 120) -> int:
