@@ -24,7 +24,6 @@ from client.options import (
     Format,
     Insecure,
     Key,
-    LogFormat,
     Memory,
     Names,
     PolicyFile,
@@ -32,6 +31,7 @@ from client.options import (
     errors,
 )
 from common.errors import SettingsError
+from common.logs import LogFormat
 
 cli = typer.Typer(
     add_completion=False,

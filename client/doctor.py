@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from common import probe
-from common.addresses import is_loopback
+from common.addresses import ip_address, is_loopback
 from common.doctor import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import SettingsError
 
@@ -154,7 +154,7 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     if probe.covers(certificate, host):
         yield Check("names", True, f"the certificate is for {names}")
     else:
-        kind = "--ip" if probe.as_address(host) else "--host"
+        kind = "--ip" if ip_address(host) else "--host"
         advice = f"type one of these names, or make a certificate with: python -m server certs {kind} {host}"
         yield Check("names", False, f"the certificate is for {names}; you typed {host}", advice)
 

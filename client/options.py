@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,27 +11,19 @@ import typer
 
 from common import flower, logs
 from common.errors import RunError, SettingsError
+from common.logs import LogFormat
+from common.names import is_name
 
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
-
-# As the name of an experiment: it becomes a folder's name.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def _checked_names(names: list[str]) -> list[str]:
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise typer.BadParameter(f"{name!r}: letters, digits, '.', '_' and '-', at most 100, no leading sign")
     if len(set(names)) < len(names):
         raise typer.BadParameter("a name is given twice")
     return names
-
-
-class LogFormat(StrEnum):
-    """How lines are written."""
-
-    text = "text"
-    json = "json"
 
 
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]

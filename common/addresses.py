@@ -8,12 +8,18 @@ import socket
 LOOPBACK = "127.0.0.1"
 
 
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a text is, without brackets; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine and nobody else can reach it."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = ip_address(host.strip("[]"))
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def reachable(host: str) -> str:

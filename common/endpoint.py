@@ -16,6 +16,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Self
 
+from common.addresses import ip_address
 from common.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -118,16 +119,13 @@ def parse(address: str) -> tuple[str, int]:
     """Host and port of [HOST:]PORT. Raises SettingsError, naming --metrics, if it is none."""
     match = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):)?([0-9]{1,5})", address)
     host = (match[1] or "127.0.0.1").strip("[]") if match else ""
-    if match is None or int(match[2]) > 65535 or ((match[1] or "").startswith("[") and not _is_v6(host)):
+    if (
+        match is None
+        or int(match[2]) > 65535
+        or ((match[1] or "").startswith("[") and not isinstance(ip_address(host), ipaddress.IPv6Address))
+    ):
         raise SettingsError(f"--metrics: {address!r} is not [HOST:]PORT, such as 9464, 0.0.0.0:9464 or [::]:9464")
     return host, int(match[2])
-
-
-def _is_v6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
 
 
 class _Server(socketserver.ThreadingTCPServer):

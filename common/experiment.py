@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import SettingsError
+from common.names import NAME
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -149,7 +150,7 @@ class CheckpointSettings(Section):
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
-    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field("experiment", pattern=f"^{NAME}$")
     seed: int = Field(0, ge=0)
     rounds: int = Field(10, ge=1)
     task: TaskSettings = TaskSettings()

@@ -11,8 +11,17 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import StrEnum
 from types import TracebackType
 from typing import Any, Literal, TextIO
+
+
+class LogFormat(StrEnum):
+    """How lines are written."""
+
+    text = "text"
+    json = "json"
+
 
 Format = Literal["text", "json"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import ipaddress
 import socket
 import ssl
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from common.addresses import ip_address
 from common.doctor import Check, within
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 def name_resolves(host: str) -> Check:
     """Whether a host name has an address."""
-    if as_address(host):
+    if ip_address(host):
         return Check("dns", True, f"{host} is an address")
     try:
         found = within(DNS_S, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
@@ -160,7 +160,7 @@ def names_of(certificate: Certificate) -> list[str]:
 
 def covers(certificate: Certificate, host: str) -> bool:
     """Whether a certificate is good for a host; a name's first label may be a wildcard."""
-    if address := as_address(host):
+    if address := ip_address(host):
         return str(address) in names_of(certificate)
     wanted = host.lower().rstrip(".")
     parent = wanted.partition(".")[2]
@@ -179,11 +179,3 @@ def lasts(name: str, certificate: Certificate, renew: str) -> Check:
         return Check(name, False, f"expired {end:%Y-%m-%d %H:%M} UTC; here it is {now:%Y-%m-%d %H:%M}", renew)
     left = f"valid until {end:%Y-%m-%d} ({(end - now).days} days)"
     return Check(name, None if end - now < SOON else True, left, renew)
-
-
-def as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a host is, if it is no name."""
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None

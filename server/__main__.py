@@ -12,6 +12,7 @@ import typer
 from common import plans, references
 from common.addresses import LOOPBACK
 from common.experiment import Experiment
+from common.logs import LogFormat
 from server import admin
 from server.options import (
     Certs,
@@ -24,7 +25,6 @@ from server.options import (
     Grace,
     Host,
     Insecure,
-    LogFormat,
     Metrics,
     NodesFile,
     Resume,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from common.addresses import ip_address
 from common.errors import SettingsError
 from common.keys import private_pem, write_private
 
@@ -163,22 +163,14 @@ def _usage() -> x509.KeyUsage:
 def _names(hosts: Sequence[str], addresses: Sequence[str]) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys([*hosts, *ALWAYS_HOSTS]):
-        if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?", host) or _is_address(host):
+        if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?", host) or ip_address(host):
             raise SettingsError(f"--host: {host!r} is no DNS name (addresses go to --ip, no port, no scheme)")
         names.append(x509.DNSName(host))
     for address in dict.fromkeys([*addresses, *ALWAYS_ADDRESSES]):
-        if not _is_address(address):
+        if (parsed := ip_address(address)) is None:
             raise SettingsError(f"--ip: {address!r} is no IP address (names go to --host)")
-        names.append(x509.IPAddress(ipaddress.ip_address(address)))
+        names.append(x509.IPAddress(parsed))
     return names
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _now() -> datetime.datetime:

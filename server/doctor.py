@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import probe
-from common.addresses import answers, is_loopback, reachable
+from common.addresses import answers, ip_address, is_loopback, reachable
 from common.doctor import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import RunError
 from common.flower import environment
@@ -223,7 +223,7 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
     names = probe.names_of(certificate)
     missing = [name for name in dict.fromkeys(typed) if not probe.covers(certificate, name)]
     if missing:
-        flags = " ".join(f"{'--ip' if probe.as_address(name) else '--host'} {name}" for name in missing)
+        flags = " ".join(f"{'--ip' if ip_address(name) else '--host'} {name}" for name in missing)
         detail = f"the certificate is for {', '.join(names) or 'nothing'}; not for {', '.join(missing)}"
         yield Check("tls names", False, detail, f"{renew}, with {flags}")
     elif not set(names) - {*ALWAYS_HOSTS, *ALWAYS_ADDRESSES}:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import tomllib
 from collections.abc import Callable
@@ -14,11 +13,11 @@ import tomli_w
 from common import keys
 from common.errors import RunError, SettingsError
 from common.files import write_atomically
+from common.names import is_name
 from server.control import Control, Node
 
 log = logging.getLogger("server.nodes")
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOOK_S = 1.0
 
 Nodes = dict[str, bytes]
@@ -40,7 +39,7 @@ def read(path: Path) -> Nodes:
         raise SettingsError(f'nodes file {str(path)!r} holds one table, [nodes], of name = "public key"')
     nodes: Nodes = {}
     for name, text in entries.items():
-        if not NAME.fullmatch(name) or not isinstance(text, str):
+        if not is_name(name) or not isinstance(text, str):
             raise SettingsError(f"nodes file {str(path)!r}: {name!r} is no site name with a public key")
         nodes[name] = keys.read_public(text, f"nodes file {str(path)!r}: the key of {name!r}")
     _unique(nodes, str(path))
@@ -56,7 +55,7 @@ def write(path: Path, nodes: Nodes) -> None:
 
 def add(path: Path, name: str, key: Path) -> str:
     """Allow a site; returns its key's fingerprint. Raises SettingsError if its name or key is there already."""
-    if not NAME.fullmatch(name):
+    if not is_name(name):
         raise SettingsError(f"{name!r} is no site name: letters, digits, '.', '_' and '-', at most 100")
     try:
         content = key.read_bytes()

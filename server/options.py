@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from common import flower, logs
 from common.errors import RunError, SettingsError
+from common.logs import LogFormat
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
@@ -41,13 +41,6 @@ State = Annotated[
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
 ]
-
-
-class LogFormat(StrEnum):
-    """How lines are written."""
-
-    text = "text"
-    json = "json"
 
 
 Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]

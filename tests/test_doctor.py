@@ -32,6 +32,7 @@ from prometheus_client import CollectorRegistry
 from client import doctor as client_doctor
 from client.memories import open_memory
 from common import doctor, flower, keys, probe
+from common.addresses import ip_address
 from common.doctor import Check, each, show, within
 from common.endpoint import Endpoint
 from common.errors import SettingsError
@@ -166,7 +167,7 @@ class Authority:
     ) -> x509.Certificate:  # fmt: skip
         now = datetime.datetime.now(datetime.UTC)
         alternatives = [
-            x509.IPAddress(address) if (address := probe.as_address(name)) else x509.DNSName(name) for name in names
+            x509.IPAddress(address) if (address := ip_address(name)) else x509.DNSName(name) for name in names
         ]
         builder = (
             x509.CertificateBuilder()
