@@ -20,7 +20,7 @@ soap        pytorch_optimizer.SOAP (Vyas et al., arXiv 2409.11321), for matrices
             (float32 in any case); a side longer than 10000 keeps the identity. As in the authors' code the first step
             makes the bases and moves no matrix: with moments reset, a round has one matrix step less. Decay decoupled.
 
-muon and soap leave what is no matrix to Adam at the rate `aux_lr`, with decoupled decay; it follows the schedule of lr.
+muon and soap leave what is no matrix to Adam with decoupled decay. Its rate `aux_lr` follows the schedule of lr.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.errors import SettingsError
 from common.experiment import LocalSettings
 from common.vector import Slot, State
 
@@ -96,11 +97,10 @@ class LocalOptimizer:
         own = dict(self._entries())
         expected = {name: tuple(value.shape) for name, value in own.items()} | dict.fromkeys(counters, ())
         for name in sorted(expected.keys() | state.keys()):
-            given = tuple(state[name].shape) if name in state else None
-            if name not in expected or given != expected[name]:
-                raise ValueError(
-                    f"the kept optimizer state does not fit: {name!r} has shape {given}, expected {expected.get(name)}"
-                )
+            given = tuple(state[name].shape) if name in state else "missing"
+            wanted = expected.get(name, "unknown")
+            if given != wanted:
+                raise ValueError(f"optimizer state does not fit: {name!r} is {given} there and {wanted} here")
         for name, value in own.items():
             value.copy_(state[name])
         for name, group in counters.items():
@@ -222,6 +222,9 @@ def _adam(settings: LocalSettings, leaves: list[nn.Parameter], lr: float, *, dec
 
 
 def _muon(settings: LocalSettings, views: list[tuple[Tensor, Tensor]], lr: float) -> torch.optim.Optimizer:
+    if views[0][0].dtype == torch.bfloat16 and not settings.nesterov:
+        # There torch.optim.Muon (2.14) normalizes the momentum itself in place.
+        raise SettingsError("optimizer 'muon' without nesterov needs a model of another dtype than bfloat16")
     if settings.muon_scale == "none":
         # Newton-Schulz commutes with transposition, and torch's factor sqrt(max(1, rows/cols)) is 1 for wide matrices.
         views = [(w.T, g.T) if w.shape[0] > w.shape[1] else (w, g) for w, g in views]
