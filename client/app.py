@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,11 +17,15 @@ from client.policy import Denied
 from client.received import check_numbers, receive
 from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
 from client.work import LocalWork, local_steps
+from common.compression import Kind
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
+from common.tasks.base import ClientData
 from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.base import Upload
+from strategies.course import upload_seed
+from strategies.downlink import NotHeld
 from strategies.messages import (
     HEAD,
     METRICS,
@@ -140,25 +144,63 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     policy.check_steps(local_steps(data, session.experiment.local))
 
     stage[0] = "memory"
-    home = memory_of(context, session)
-    memory: State = {}
-    if strategy.memory != "none" and 0 < head.order <= home.newest(head.run, head.client):
+    home, kind = memory_of(context, session), strategy.memory_kind(session.experiment)
+    if kind != "none" and 0 < head.order <= home.newest(head.run, head.client):
         # Its version may be the accepted one by now, and what it says of versions to keep is of old.
         return reply_content(replace(reply, status="late", reason="this message or a newer one has been worked on"))
-    if strategy.memory != "none" and head.accepted:
-        loaded = home.load(head.run, head.client, head.generation, head.accepted)
-        if loaded is None and strategy.memory == "bound":
-            return reply_content(replace(reply, status="memory-lost"))
-        memory = {name: value.to(session.device) for name, value in (loaded or {}).items()}
+    memory = _memory(home, session, head) if kind != "none" else {}
+    if memory is None and kind == "bound":
+        return reply_content(replace(reply, status="memory-lost"))
 
     stage[0] = "train"
     started = time.perf_counter()
-    work = LocalWork(
+    try:
+        received = receive(session, message, memory or {}, head.round, head.digest)
+    except NotHeld as error:
+        return reply_content(replace(reply, status="memory-lost", reason=str(error)))
+    work = _work(session, head, data, received, memory or {}, message, policy.watch())
+    seed = derive(session.experiment.seed, "torch", head.client, head.round)
+    with torch_seeded(seed, session.device):
+        upload = strategy.look(work) if head.phase else strategy.local(work)
+    policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
+    upload.metrics["seconds.train"] = time.perf_counter() - started
+
+    stage[0] = "save"
+    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
+    if head.phase:
+        sent, _ = compressed(session, head, work, memory or {}, upload, strategy.survey)
+        return _reply(session, done, replace(upload, vectors=sent, buffers={}))
+    kept = work.remembered() | session.downlink.remember(received)
+    sent, residuals = compressed(session, head, work, memory or {}, upload, strategy.expects(work.assigned))
+    upload, kept = replace(upload, vectors=sent), kept | residuals
+    if kind == "none":
+        return _reply(session, done, upload)
+    return _save_and_reply(home, head, kept, lambda: _reply(session, done, upload))
+
+
+def _memory(home: Memory, session: Session, head: TrainHead | EvaluateHead) -> State | None:
+    """A client's memory as of its last accepted upload; {} before the first, None if it is gone."""
+    if not head.accepted:
+        return {}
+    loaded = home.load(head.run, head.client, head.generation, head.accepted)
+    return None if loaded is None else {name: value.to(session.device) for name, value in loaded.items()}
+
+
+def _work(
+    session: Session,
+    head: TrainHead,
+    data: ClientData,
+    received: State,
+    memory: State,
+    message: Message,
+    watch: Callable[[int], None],
+) -> LocalWork:
+    return LocalWork(
         task=session.task,
         model=session.model,
         data=data,
         settings=session.experiment.local,
-        received=receive(session, message),
+        received=received,
         memory=memory,
         seed=session.experiment.seed,
         name=head.client,
@@ -167,19 +209,23 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         share=head.share,
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
         assigned=scalars(message.content.metric_records.get(METRICS)),
-        watch=policy.watch(),
+        head_steps=session.experiment.personal.head_steps,
+        watch=watch,
     )
-    seed = derive(session.experiment.seed, "torch", head.client, head.round)
-    with torch_seeded(seed, session.device):
-        upload = strategy.local(work)
-    policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
-    upload.metrics["seconds.train"] = time.perf_counter() - started
 
-    stage[0] = "save"
-    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
-    if strategy.memory == "none":
-        return _reply(session, done, upload)
-    return _save_and_reply(home, head, work.kept, lambda: _reply(session, done, upload))
+
+def compressed(
+    session: Session, head: TrainHead, work: LocalWork, memory: State, upload: Upload, kinds: Mapping[str, Kind]
+) -> tuple[State, State]:
+    """What is sent in place of an upload's vectors, and what compression remembers of it."""
+    codec = session.codec
+    if not codec.active:
+        return upload.vectors, {}
+
+    def seed(group: str) -> int:
+        return upload_seed(session.experiment.seed, head.client, head.round, group)
+
+    return codec.encode(upload.vectors, kinds, memory, seed)
 
 
 def _save_and_reply(home: Memory, head: TrainHead, kept: State, build: Callable[[], RecordDict]) -> RecordDict:
@@ -206,12 +252,47 @@ def _reply(session: Session, head: ReplyHead, upload: Upload) -> RecordDict:
 
 
 def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
-    session = _open(head, context)
+    session, personal = _open(head, context), None
     stage[0] = "data"
-    data = session.data(head.client, str(context.node_config.get("data", ""))).evaluate
-    if not len(data):
+    data = session.data(head.client, str(context.node_config.get("data", "")))
+    if not len(data.evaluate):
         return reply_content(replace(reply, status="empty"))
+    stage[0] = "memory"
+    personal = session.experiment.personal
+    memory: State = {}
+    if personal.parts:
+        memory = _memory(memory_of(context, session), session, head) or {}
+    received = receive(session, message, memory, whole=True)
+    if personal.finetune_steps and len(data.train):
+        stage[0] = "fine-tune"
+        _tune(session, head, data, received, policy_of(context).watch())
     stage[0] = "evaluate"
-    receive(session, message)
-    metrics = evaluate_model(session.task, session.model.module, data, session.experiment.evaluate.batch_size)
-    return reply_content(replace(reply, examples=len(data)), metrics=metrics)
+    module, size = session.model.module, session.experiment.evaluate.batch_size
+    metrics = evaluate_model(session.task, module, data.evaluate, size)
+    return reply_content(replace(reply, examples=len(data.evaluate)), metrics=metrics)
+
+
+def _tune(
+    session: Session, head: EvaluateHead, data: ClientData, received: State, watch: Callable[[int], None]
+) -> None:
+    """Train the client's own model a little before it is evaluated; the next message loads another one."""
+    personal, settings = session.experiment.personal, session.experiment.local
+    lr = personal.finetune_lr or settings.lr
+    work = LocalWork(
+        task=session.task,
+        model=session.model,
+        data=data,
+        settings=settings.model_copy(update={"moments": "reset"}),
+        received=received,
+        memory={},
+        seed=derive(session.experiment.seed, "fine-tune"),
+        name=head.client,
+        round=head.round,
+        lr=lr,
+        share=0.0,
+        accepted_last_round=False,
+        assigned={},
+        watch=watch,
+    )
+    with torch_seeded(derive(session.experiment.seed, "fine-tune", head.client, head.round), session.device):
+        work.tune(personal.finetune_steps)

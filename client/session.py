@@ -15,6 +15,7 @@ from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
 from client.policy import Policy
 from client.work import local_steps
 from common import tasks
+from common.compression import Codec
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.flower import versions
@@ -23,6 +24,7 @@ from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel
 from strategies import create
 from strategies.base import FederatedStrategy
+from strategies.downlink import Downlink
 from strategies.messages import RollReply, read_experiment
 
 MOST_CLASSES = 10_000
@@ -39,6 +41,8 @@ class Session:
     task: Task
     model: FlatModel
     device: torch.device
+    codec: Codec
+    downlink: Downlink
     wire: Staging
     disk: Staging
     """Its own: a disk writes while a reply is built, and both know vectors of one name."""
@@ -59,8 +63,21 @@ class Session:
         settle(experiment.local)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            model, ways = build(task, experiment.seed, target), (Staging(target), Staging(target))
-            held = _sessions[target] = cls(text, experiment, create(experiment), task, model, target, *ways)
+            model = build(task, experiment.seed, target, experiment.personal.parts)
+            strategy = create(experiment)
+            strategy.check_model(task, model.module)
+            held = _sessions[target] = cls(
+                text,
+                experiment,
+                strategy,
+                task,
+                model,
+                target,
+                Codec(experiment.compression, model.layout),
+                Downlink(strategy, experiment, model.layout),
+                Staging(target),
+                Staging(target),
+            )
         return held
 
     def data(self, name: str, file: str) -> ClientData:

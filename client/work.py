@@ -6,21 +6,23 @@ An algorithm's `local` sees each raw gradient as one flat vector before the opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from client.batches import batches_per_epoch, channels_last, epoch_batches, has_normalization, normalization_frozen
+from client.forward import Forward
+from client.optimizers import LocalOptimizer, unit_response
 from common.experiment import LocalSettings
+from common.models import matrix_slots
 from common.seeds import generator
 from common.tasks.base import ClientData, Task
 from common.vector import FlatModel, Layout, State
-from strategies.base import Upload
+from strategies.base import Part, Upload
 
-# Of the loss in float16, as powers of two; doubled after so many steps without an overflow.
-FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**-24, 2000
+OPTIMIZER = "optimizer."
+"""Prefix in client memory of a kept optimizer's state."""
 
 
 class LocalWork:
@@ -42,9 +44,10 @@ class LocalWork:
         share: float,
         accepted_last_round: bool,
         assigned: Mapping[str, float],
+        head_steps: int = 0,
         watch: Callable[[int], None] = lambda steps: None,
     ) -> None:
-        """`watch` is told the number of each step before it is taken, and may raise."""
+        """`watch` is told the number of each step before it is taken, and may raise. `head_steps`: of `[personal]`."""
         self.received = received
         self.memory = memory
         self.kept: State = {}
@@ -56,13 +59,16 @@ class LocalWork:
         self.assigned = assigned
         self.proximal_mu = settings.proximal_mu
         self.steps_taken = 0
+        self.reference_gradient = model.gradient[:0]
         self._task = task
         self._model = model
         self._data = data
         self._settings = settings
+        self._head_steps = head_steps
         self._watch = watch
-        self._scale = FIRST_SCALE
-        self._good_steps = 0
+        self._watched = 0
+        self._forward = Forward(task, model, settings)
+        self._optimizer_state: State = {}
         self._order = generator(seed, "batches", name, round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
@@ -72,76 +78,95 @@ class LocalWork:
         return self._model.vector
 
     @property
+    def buffers(self) -> State:
+        """The local model's buffers, live."""
+        return self._model.buffers
+
+    @property
+    def module(self) -> nn.Module:
+        """The torch model whose parameters `vector` holds."""
+        return self._model.module
+
+    @property
     def layout(self) -> Layout:
-        """Name -> slot and shape of the trainable parameters."""
+        """Name -> slot and shape of the shared trainable parameters."""
         return self._model.layout
+
+    @property
+    def personal_layout(self) -> Layout:
+        """Name -> slot and shape of the personal ones."""
+        return self._model.personal_layout
 
     @property
     def mean_loss(self) -> float:
         """Mean training loss over the steps taken so far."""
-        return float(self._loss_sum) / max(1, self.steps_taken)
+        return float(self._loss_sum) / max(1, self._watched)
 
-    def steps(self, *, clip: Literal["after", "before"] = "after") -> Iterator[Tensor]:
+    def steps(
+        self,
+        *,
+        clip: Literal["after", "before"] = "after",
+        yields: Literal["gradient", "direction"] = "gradient",
+        part: Part = "all",
+        extra: Callable[[Tensor, Any], Tensor] | None = None,
+        reference: Tensor | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Iterator[Tensor]:
         """See `strategies.base.Work.steps`."""
-        model, settings, gradient = self._model, self._settings, self._model.gradient
-        leaf = nn.Parameter(model.vector)
-        leaf.grad = gradient
-        optimizer = make_optimizer(settings, [leaf], self.lr)
-        proximal = self.received["model"] if self.proximal_mu else None
-        model.module.train()
-        for batch, single in self._batches():
-            self._watch(self.steps_taken + 1)
-            with normalization_frozen(model.module, single):
-                loss = self.forward(batch)
-                self._backward(loss)
-            self._loss_sum += loss.detach()
-            del loss  # and the graph with it, before the next batch makes its own
-            if clip == "before":
-                self._clip(gradient)
+        if part == "all" and self._head_steps:
+            for _ in self._run("personal", self._head_steps):
+                pass
+            part = "shared"
+        for gradient in self._run(part, None, clip, yields, extra, reference, after):
             self.steps_taken += 1
             yield gradient
+
+    def tune(self, steps: int) -> None:
+        """Take some plain steps: what a client does before it evaluates its own model."""
+        for _ in self._run("all", steps):
+            pass
+
+    def _run(
+        self,
+        part: Part,
+        budget: int | None,
+        clip: Literal["after", "before"] = "after",
+        yields: Literal["gradient", "direction"] = "gradient",
+        extra: Callable[[Tensor, Any], Tensor] | None = None,
+        reference: Tensor | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Iterator[Tensor]:
+        """`budget` steps, or as many as the settings say, on one part of the model."""
+        model, settings, forward = self._model, self._settings, self._forward
+        stepper = _Stepper(settings, self._task, model, self.lr, part, yields, self.memory)
+        shown = model.gradient if part == "all" else stepper.gradient
+        proximal = self.received["model"] if self.proximal_mu and part != "personal" else None
+        model.module.train()
+        for batch, single in self._batches(budget):
+            self._watched += 1
+            self._watch(self._watched)
+            with normalization_frozen(model.module, single):
+                if reference is not None:
+                    self.reference_gradient = forward.gradient_at(reference, batch)
+                self._loss_sum += forward.backward(batch, extra)
+                if settings.sam_rho:
+                    forward.sharpen(batch, extra, stepper.gradient)
+            if clip == "before":
+                self._clip(stepper.gradient)
+            if yields == "gradient":
+                yield shown
             if proximal is not None:
-                gradient.add_(model.vector - proximal, alpha=self.proximal_mu)
+                model.gradient.add_(model.vector - proximal, alpha=self.proximal_mu)
             if clip == "after":
-                self._clip(gradient)
-            optimizer.step()
+                self._clip(stepper.gradient)
+            yield from stepper.step()
             if settings.step_decay != 1.0:
-                for group in optimizer.param_groups:
-                    group["lr"] *= settings.step_decay
+                stepper.optimizer.decay(settings.step_decay)
+            if after is not None:
+                after()
         model.check_views()
-
-    def forward(self, batch: Any) -> Tensor:
-        """The task's mean loss over a batch, under autocast if the settings say so."""
-        if self._settings.precision == "float32":
-            return self._task.loss(self._model.module, batch)
-        with torch.autocast(self._model.vector.device.type, dtype=getattr(torch, self._settings.precision)):
-            return self._task.loss(self._model.module, batch)
-
-    def _backward(self, loss: Tensor) -> None:
-        """The gradient of a loss, in place of the one before.
-
-        float16 gradients underflow: there the loss is scaled up by a power of two, which is exact. A scale that
-        overflows is halved and the same batch goes backward again, through the same forward pass, so that no
-        algorithm sees a gradient that is not finite and none is left out. The scale starts anew each round: a round
-        is a function of what it was given. Raises ArithmeticError if the loss itself is not finite.
-        """
-        gradient = self._model.gradient
-        gradient.zero_()
-        if self._settings.precision != "float16":
-            loss.backward()  # type: ignore[no-untyped-call]
-            return
-        while True:
-            (loss * self._scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            gradient.div_(self._scale)
-            if bool(torch.isfinite(gradient).all()):
-                break
-            if self._scale <= LEAST_SCALE or not bool(torch.isfinite(loss)):
-                raise ArithmeticError(f"the loss {float(loss.detach())} has no finite gradient in float16")
-            self._scale, self._good_steps = self._scale / 2, 0
-            gradient.zero_()
-        self._good_steps += 1
-        if self._good_steps == GROWTH_STEPS:
-            self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
+        if settings.moments == "keep":
+            self._optimizer_state |= stepper.state()
 
     def delta(self) -> Tensor:
         """w_local - w_received (d,); it points downhill."""
@@ -156,11 +181,15 @@ class LocalWork:
         total = torch.zeros_like(gradient)
         self._model.module.eval()
         for index in torch.split(torch.arange(len(data)), self._settings.batch_size):
-            self._watch(self.steps_taken)
-            self._backward(self.forward(self._batch(index)) * (len(index) / len(data)))
+            self._watch(self._watched)
+            self._forward.backward(self._batch(index), scale=len(index) / len(data))
             total += gradient
         self._model.module.train()
         return total
+
+    def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
+        """See `strategies.base.Work.representation`."""
+        return self._forward.representation(vector, buffers)
 
     def unit_response(self) -> float:
         """a_i of FedNova for the steps taken so far."""
@@ -169,6 +198,11 @@ class LocalWork:
     def keep(self, **state: Tensor) -> None:
         """The memory to save with this round."""
         self.kept = {name: self._own(value) for name, value in state.items()}
+
+    def remembered(self) -> State:
+        """All that this round leaves for the next: what the algorithm keeps, a kept optimizer's state and the personal
+        part of the model."""
+        return {**self.kept, **self._optimizer_state, **{k: v.clone() for k, v in self._model.personal.items()}}
 
     def upload(self, **vectors: Tensor) -> Upload:
         """Wrap what is to be sent, with the buffers as training left them."""
@@ -183,7 +217,7 @@ class LocalWork:
 
     def _own(self, value: Tensor) -> Tensor:
         """`value` where it is, apart from the live model, whose storage the next client overwrites."""
-        live = (self._model.vector, self._model.gradient, *self._model.buffers.values())
+        live = (self._model.whole, self._model.whole_gradient, *self._model.buffers.values())
         shared = any(value.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() for v in live)
         return value.detach().clone() if shared else value.detach()
 
@@ -197,11 +231,11 @@ class LocalWork:
             # Without a branch on the norm, so that a GPU need not wait for it.
             gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp_(max=1.0))
 
-    def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """The round's batches, each with whether BatchNorm could not take it (one example)."""
+    def _batches(self, budget: int | None) -> Iterator[tuple[Any, bool]]:
+        """So many batches, or the round's, each with whether BatchNorm could not take it (one example)."""
         settings, count = self._settings, len(self._data.train)
         has_norm = has_normalization(self._model.module)
-        wanted = self._data.steps or settings.steps
+        wanted = budget or self._data.steps or settings.steps
         taken = 0
         while wanted is None or taken < wanted:
             for index in epoch_batches(count, settings.batch_size, self._order, merge_single=has_norm):
@@ -213,36 +247,64 @@ class LocalWork:
                 return
 
 
+class _Stepper:
+    """The local optimizer on one part of the model, from a kept state if there is one.
+
+    With `yields` = "direction" it works on a displacement that starts at 0 in each step, so that nothing is lost in
+    w - (w - lr d); weight decay is then applied here, outside the direction where it is decoupled.
+    """
+
+    def __init__(
+        self,
+        settings: LocalSettings,
+        task: Task,
+        model: FlatModel,
+        lr: float,
+        part: Part,
+        yields: Literal["gradient", "direction"],
+        memory: State,
+    ) -> None:
+        size = len(model.vector)
+        span = {"all": slice(None), "shared": slice(size), "personal": slice(size, None)}[part]
+        self.vector, self.gradient = model.whole[span], model.whole_gradient[span]
+        if not len(self.vector):
+            raise ValueError(f"this model has no {part} part")
+        self._moved = torch.zeros_like(self.vector) if yields == "direction" else None
+        # Direction space is that of the shared part.
+        self._shown = None if self._moved is None else self._moved[:size] if part == "all" else self._moved
+        self._prefix = f"{OPTIMIZER}{part}."
+        self._decay = settings.weight_decay if yields == "direction" else 0.0
+        self._coupled = settings.optimizer in ("sgd", "adam", "amsgrad")
+        if self._decay:
+            settings = settings.model_copy(update={"weight_decay": 0.0})
+        target = self.vector if self._moved is None else self._moved
+        self.optimizer = LocalOptimizer(settings, target, self.gradient, lr, matrix_slots(task, model, part))
+        held = {k.removeprefix(self._prefix): v for k, v in memory.items() if k.startswith(self._prefix)}
+        if held and settings.moments == "keep":
+            self.optimizer.load(held)
+
+    def state(self) -> State:
+        """The optimizer's, as entries of client memory."""
+        return {self._prefix + name: value for name, value in self.optimizer.state().items()}
+
+    def step(self) -> Iterator[Tensor]:
+        """One step; yields the direction (d,) if it was asked for."""
+        if self._moved is None or self._shown is None:
+            self.optimizer.step()
+            return
+        lr = self.optimizer.lr
+        if self._decay and self._coupled:
+            self.gradient.add_(self.vector, alpha=self._decay)
+        self._moved.zero_()
+        self.optimizer.step()
+        yield self._shown.div_(-lr)
+        self._shown.mul_(-lr)
+        if self._decay and not self._coupled:
+            self.vector.mul_(1 - lr * self._decay)
+        self.vector.add_(self._moved)
+
+
 def local_steps(data: ClientData, settings: LocalSettings) -> int:
     """How many local steps a client takes a round (with a last batch of one counted as its own)."""
     given = data.steps or settings.steps
     return given or settings.epochs * batches_per_epoch(len(data.train), settings.batch_size, False)
-
-
-def make_optimizer(settings: LocalSettings, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """A fresh local optimizer: its moments live for one round."""
-    common: dict[str, Any] = {"lr": lr, "weight_decay": settings.weight_decay, "foreach": False}
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=settings.momentum, nesterov=settings.nesterov, **common)
-    common |= {"betas": settings.betas, "eps": settings.eps}
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **common)
-    return torch.optim.Adam(parameters, amsgrad=settings.optimizer == "amsgrad", **common)
-
-
-@lru_cache(maxsize=4096)
-def unit_response(settings: LocalSettings, proximal_mu: float, lr: float, steps: int) -> float:
-    """||a||_1: the displacement, in units of lr, after `steps` steps on the gradient 1.
-
-    Runs the optimizer's own recursion on one float64 number, so momentum, proximal term and decayed rates compound
-    as they do in training. Weight decay is part of the gradient, not of the response.
-    """
-    leaf = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    leaf.grad = torch.zeros_like(leaf)
-    optimizer = make_optimizer(settings.model_copy(update={"weight_decay": 0.0}), [leaf], lr)
-    for _ in range(steps):
-        leaf.grad.fill_(1.0).add_(leaf.detach(), alpha=proximal_mu)
-        optimizer.step()
-        for group in optimizer.param_groups:
-            group["lr"] *= settings.step_decay
-    return -float(leaf.detach()) / lr

@@ -64,12 +64,21 @@ class PartitionSettings(Section):
 class LocalSettings(Section):
     """`[local]`: the work of a client in one round and its optimizer."""
 
-    optimizer: Literal["sgd", "adam", "adamw", "amsgrad"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "amsgrad", "normalized", "soap", "muon"] = "sgd"
     lr: float = Field(0.1, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1, description="heavy ball, its buffer zero at the round's start")
-    nesterov: bool = False
-    betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
+    momentum: float = Field(0.0, ge=0, lt=1, description="heavy ball of sgd, its buffer zero at the round's start")
+    nesterov: bool = Field(False, description="of sgd and muon")
+    betas: tuple[float, float] = Field((0.9, 0.99), strict=False, description="muon, normalized: the first alone")
     eps: float = Field(1e-8, gt=0)
+    bias_correction: bool = Field(True, description="of Adam's and SOAP's moments; FA-GC's formula has none")
+    moments: Literal["reset", "keep"] = Field("reset", description="the optimizer's state from round to round")
+    muon_scale: Literal["none", "aspect", "rms"] = Field(
+        "none", description="muon's step times 1, sqrt(max(1, rows/cols)) or 0.2 sqrt(max(rows, cols))"
+    )
+    muon_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz steps")
+    aux_lr: float | None = Field(None, gt=0, description="muon, soap: rate of Adam for what is no matrix; default: lr")
+    precondition_every: int = Field(10, ge=1, description="soap: steps between refreshes of the eigenbases")
+    sam_rho: float = Field(0.0, ge=0, description="> 0: sharpness-aware steps, gradients at w + rho g/|g| (FedSAM)")
     weight_decay: float = Field(0.0, ge=0)
     proximal_mu: float = Field(0.0, ge=0, description="adds mu (w - w_start) to each gradient")
     clip_norm: float | None = Field(None, gt=0, description="bound of the gradient's global L2 norm")
@@ -94,10 +103,14 @@ class LocalSettings(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> LocalSettings:
-        if self.adaptive and (self.momentum or self.nesterov):
-            raise ValueError(f"momentum and nesterov belong to optimizer 'sgd', not to '{self.optimizer}'")
-        if self.nesterov and not self.momentum:
+        if self.adaptive and self.momentum:
+            raise ValueError(f"momentum belongs to optimizer 'sgd', not to '{self.optimizer}', whose beta1 is betas[0]")
+        if self.nesterov and self.optimizer not in ("sgd", "muon"):
+            raise ValueError(f"nesterov belongs to optimizers 'sgd' and 'muon', not to '{self.optimizer}'")
+        if self.nesterov and self.optimizer == "sgd" and not self.momentum:
             raise ValueError("nesterov needs momentum > 0")
+        if self.optimizer == "normalized" and self.weight_decay:
+            raise ValueError("weight_decay has no meaning with optimizer 'normalized'")
         return self
 
 
@@ -124,10 +137,43 @@ class RoundSettings(Section):
     max_upload_norm: float | None = Field(None, gt=0, description="L2 bound of an uploaded model change")
 
 
-class CompressionSettings(Section):
-    """`[compression]`: of what clients send."""
+Compressor = Literal["none", "identity", "top-k", "random-k", "sign", "int8", "bfloat16", "float16"]
 
-    up: Literal["none"] = "none"
+
+class CompressionSettings(Section):
+    """`[compression]`: of the vectors that clients send (`up`) and receive (`down`); see common/compression.py."""
+
+    up: Compressor = "none"
+    down: Compressor = "none"
+    ratio: float = Field(0.01, gt=0, le=1, description="part of the entries that top-k and random-k send")
+    feedback: Literal["ef14", "ef21", "none"] = Field(
+        "ef14", description="ef14: what was not sent is added next time; ef21: differences to what the server holds"
+    )
+    decay: float = Field(1.0, gt=0, le=1, description="ef14: factor of what was not sent, a round")
+
+
+class PersonalSettings(Section):
+    """`[personal]`: which parts of the model stay with each client, and how its own model is evaluated."""
+
+    parts: list[str] = Field(
+        [], description="batch-norm, layer-norm, group-norm, head (by module type), or patterns of parameter names"
+    )
+    head_steps: int = Field(0, ge=0, description="FedRep: first so many steps on the personal part, then the shared")
+    finetune_steps: int = Field(0, ge=0, description="local steps before a client evaluates, afterwards forgotten")
+    finetune_lr: float | None = Field(None, gt=0, description="default: local.lr")
+
+    @property
+    def active(self) -> bool:
+        """Whether clients evaluate models of their own."""
+        return bool(self.parts) or self.finetune_steps > 0
+
+    @model_validator(mode="after")
+    def _coherent(self) -> PersonalSettings:
+        if self.head_steps and not self.parts:
+            raise ValueError("head_steps needs parts, the part of the model that is personal")
+        if self.finetune_lr is not None and not self.finetune_steps:
+            raise ValueError("finetune_lr needs finetune_steps > 0")
+        return self
 
 
 class EvaluateSettings(Section):
@@ -160,6 +206,7 @@ class Experiment(Section):
     server: ServerSettings = ServerSettings()
     round: RoundSettings = RoundSettings()
     compression: CompressionSettings = CompressionSettings()
+    personal: PersonalSettings = PersonalSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 

@@ -1,19 +1,31 @@
-"""Initial models: a function of the seed."""
+"""Initial models: a function of the seed; and which of their parts are personal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
 import torch
+from torch import nn
 
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import Task
-from common.vector import FlatModel
+from common.vector import FlatModel, Slot
+
+KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "batch-norm": (nn.modules.batchnorm._BatchNorm,),
+    "layer-norm": (nn.LayerNorm,),
+    "group-norm": (nn.GroupNorm,),
+}
 
 
-def build(task: Task, seed: int, device: torch.device | str = "cpu") -> FlatModel:
-    """The task's model with the run's initial weights, flat, on `device`. Torch's own generator is left as it was.
+def build(task: Task, seed: int, device: torch.device | str = "cpu", personal: Sequence[str] = ()) -> FlatModel:
+    """The task's model with the run's initial weights, flat, on `device`; `personal`: parts that are not shared, as in
+    `[personal] parts`. Torch's own generator is left as it was.
 
-    Raises SettingsError if the task's model cannot be built.
+    Raises SettingsError if the task's model cannot be built or has no such part.
     """
     with torch_seeded(derive(seed, "model"), torch.device("cpu")):
         try:
@@ -22,6 +34,43 @@ def build(task: Task, seed: int, device: torch.device | str = "cpu") -> FlatMode
             raise
         except Exception as error:
             raise SettingsError(f"{type(task).__name__}.model() raised {type(error).__name__}: {error}") from error
-    if not isinstance(module, torch.nn.Module):
-        raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a torch.nn.Module")
-    return FlatModel(module, device)
+    if not isinstance(module, nn.Module):
+        raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a nn.Module")
+    return FlatModel(module, device, personal_names(task, module, personal))
+
+
+def personal_names(task: Task, module: nn.Module, parts: Sequence[str]) -> set[str]:
+    """Names of the parameters and buffers that `parts` select: normalization layers and the task's output layer by
+    module, everything else by patterns of names. Raises SettingsError for a part that selects nothing."""
+    tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    selected: set[str] = set()
+    for part in parts:
+        if part in KINDS or part == "head":
+            head = task.output_layer(module)
+            chosen = [n for n, m in module.named_modules() if (m is head if part == "head" else _is(m, KINDS[part]))]
+            found = {name for name in tensors if any(name.startswith(f"{prefix}.") for prefix in chosen)}
+        else:
+            found = {name for name in tensors if fnmatchcase(name, part)}
+        if not found:
+            allowed = ", ".join([*KINDS, "head", "a pattern of names like " + ", ".join(sorted(tensors)[:3])])
+            raise SettingsError(f"personal.parts: {part!r} is no part of this model; allowed: {allowed}")
+        selected |= found
+    return selected
+
+
+def _is(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return isinstance(module, kinds)
+
+
+def matrix_slots(task: Task, model: FlatModel, part: Literal["all", "shared", "personal"]) -> list[Slot]:
+    """What matrix optimizers (Muon, SOAP) treat as matrices in a part of the model, relative to its vector: tensors of
+    two or more dimensions, but for embeddings and the output layer, whose rows are classes or words."""
+    module = model.module
+    excluded = {id(task.output_layer(module))} | {id(m) for m in module.modules() if isinstance(m, nn.Embedding)}
+    rows = {
+        f"{name}.{key}" for name, m in module.named_modules() if id(m) in excluded for key, _ in m.named_parameters()
+    }
+    shift = len(model.vector) if part == "all" else 0
+    own = [(name, Slot(s.start + shift, s.stop + shift, s.shape)) for name, s in model.personal_layout.items()]
+    chosen = [*(model.layout.items() if part != "personal" else ()), *(own if part != "shared" else ())]
+    return [slot for name, slot in chosen if len(slot.shape) > 1 and name not in rows]

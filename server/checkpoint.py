@@ -31,6 +31,8 @@ class Checkpoint:
     known: dict[str, int]
     state: State
     buffers: State
+    copies: State
+    downlink: State
 
 
 class Checkpoints:
@@ -62,6 +64,8 @@ class Checkpoints:
         }
         tensors = {f"state/{k}": v for k, v in course.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in course.buffers.items()}
+        tensors |= {f"copies/{k}": v for k, v in course.copies.items()}
+        tensors |= {f"downlink/{k}": v for k, v in course.downlink.items()}
         self._pending = self._writer.submit(self._write, course.round, tensors, about)
 
     def wait(self) -> None:
@@ -136,7 +140,7 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         return None
     if about.get("format") != FORMAT or about.pop("sha256", "") != _digest(about, tensors):
         return None
-    parts: dict[str, State] = {"state": {}, "buffers": {}}
+    parts: dict[str, State] = {"state": {}, "buffers": {}, "copies": {}, "downlink": {}}
     for name, tensor in tensors.items():
         part, _, key = name.partition("/")
         parts[part][key] = tensor
@@ -148,5 +152,7 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         json.loads(about["known"]),
         parts["state"],
         parts["buffers"],
+        parts["copies"],
+        parts["downlink"],
     )
     return checkpoint, about["identity"]

@@ -108,7 +108,7 @@ def headline(record: Record, key: str) -> float | None:
     central = record.get("central") or {}
     if key in central:
         return float(central[key])
-    for group in ("clients", "train"):
+    for group in ("personal", "clients", "train"):
         summary = (record.get(group) or {}).get(key)
         if summary is not None:
             return float(summary["weighted"])

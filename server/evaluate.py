@@ -28,8 +28,9 @@ class Evaluation:
         self._settings = experiment.evaluate
         self._last = experiment.rounds
         self._deadline = experiment.round.deadline_s
-        self._central = task.central()
-        auto = "all" if self._central is None else "none"
+        # Without its personal part there is no global model to evaluate.
+        self._central = None if experiment.personal.parts else task.central()
+        auto = "all" if self._central is None or experiment.personal.active else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
 
     def due(self, round: int) -> bool:

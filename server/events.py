@@ -43,7 +43,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     for group in ("central", "task", "seconds"):
         for key, value in (record.get(group) or {}).items():
             yield f"{group}/{key}", float(value)
-    for group in ("train", "clients"):
+    for group in ("train", "clients", "personal"):
         for key, summary in (record.get(group) or {}).items():
             for kind in ("weighted", "mean", "worst"):
                 yield f"{group}/{key}/{kind}", float(summary[kind])

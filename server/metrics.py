@@ -134,7 +134,7 @@ class RunMetrics:
         for gauge, key in ((self._loss, "loss"), (self._accuracy, "accuracy")):
             if (value := (record.get("central") or {}).get(key)) is not None:
                 gauge.labels("central", "").set(value)
-            for data in ("train", "clients"):
+            for data in ("train", "clients", "personal"):
                 for summary, value in ((record.get(data) or {}).get(key) or {}).items():
                     if summary in SUMMARIES:
                         gauge.labels(data, summary).set(value)

@@ -23,4 +23,6 @@ def prepare(experiment: Experiment) -> Prepared:
     most = settings.sample or clients
     if most and settings.quorum is not None and settings.quorum > most:
         raise SettingsError(f"round.quorum = {settings.quorum} is more than the {most} clients of a round")
-    return Prepared(experiment, strategy, task, build(task, experiment.seed))
+    model = build(task, experiment.seed, personal=experiment.personal.parts)
+    strategy.check_model(task, model.module)
+    return Prepared(experiment, strategy, task, model)

@@ -15,7 +15,7 @@ from common import vector, wire
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.tasks.base import Task
-from common.vector import FlatModel
+from common.vector import FlatModel, State
 from server.checkpoint import Checkpoints
 from server.evaluate import Evaluation, describe, summarize
 from server.exchange import Exchange
@@ -117,14 +117,23 @@ class Rounds:
     def _fresh(self) -> Course:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
         name = f"{self._experiment.name}-{uuid.uuid4().hex[:12]}"
-        state = self._strategy.init(self._model.vector.clone())
-        buffers = {key: value.clone() for key, value in self._model.buffers.items()}
-        return Course(self._strategy, self._experiment, name, self._model.layout_hash, state, buffers)
+        return Course.begin(self._strategy, self._experiment, name, self._model)
 
     def _resumed(self) -> Course:
         kept = self._checkpoints.latest()
         self._folder.cut_history(kept.round)
-        course = Course(self._strategy, self._experiment, kept.run, self._model.layout_hash, kept.state, kept.buffers)
+        model = self._model
+        course = Course(
+            self._strategy,
+            self._experiment,
+            kept.run,
+            model.layout_hash,
+            model.layout,
+            kept.state,
+            kept.buffers,
+            kept.copies,
+            kept.downlink,
+        )
         course.known, course.accepted = kept.known, kept.accepted
         course.generation, course.round = kept.generation, kept.round
         self._say(f"resuming after round {kept.round}")
@@ -170,7 +179,9 @@ class Rounds:
         with _timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(course)
-                record["clients"] = self._evaluation.clients(course, roster, exchange, attempt.sampled)
+                found = self._evaluation.clients(course, roster, exchange, attempt.sampled)
+                # A client's own model is another thing than the global one on its data.
+                record["personal" if self._experiment.personal.active else "clients"] = found
                 record["task"] = describe(self._task, course.state["model"])
         with _timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
@@ -189,39 +200,86 @@ class Rounds:
             return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
         wanted = settings.sample or len(roster.trainers)
         sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
-        attempt = Attempt(sampled)
+        attempt, end = Attempt(sampled), time.monotonic() + settings.deadline_s
+        informed = None
+        enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
+        if self._strategy.survey:
+            uploads = self._ask(round, attempt, course, roster, exchange, sampled, end, enough, phase="survey")
+            sampled = [upload.name for upload in uploads]
+            with _timed(attempt.seconds, "aggregate"):
+                informed = self._inform(round, course, attempt, uploads, quorum)
+        if not attempt.cause:
+            attempt.uploads = self._ask(round, attempt, course, roster, exchange, sampled, end, enough, informed)
+            with _timed(attempt.seconds, "aggregate"):
+                roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
+                self._advance(round, course, attempt, quorum, informed)
+        return attempt
+
+    def _ask(
+        self,
+        round: int,
+        attempt: Attempt,
+        course: Course,
+        roster: Roster,
+        exchange: Exchange,
+        names: list[str],
+        end: float,
+        enough: Callable[[Mapping[str, Message]], bool] | None,
+        informed: State | None = None,
+        phase: str = "",
+    ) -> list[Upload]:
+        """One exchange with the clients named: their valid uploads."""
         with _timed(attempt.seconds, "broadcast"):
             course.keep = self._checkpoints.asked(course.generation)
-            members = [roster.members[name] for name in sampled]
-            messages = course.messages(round, members, settings.deadline_s + TTL_MARGIN_S)
-            attempt.bytes_down = sum(wire.size(message.content) for message in messages.values())
+            members = [roster.members[name] for name in names]
+            ttl = self._experiment.round.deadline_s + TTL_MARGIN_S
+            messages = course.messages(round, members, ttl, informed, phase)
+            attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
         with _timed(attempt.seconds, "collect"):
-            enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
-            replies = exchange.run(messages, settings.deadline_s, enough)
+            replies = exchange.run(messages, max(0.0, end - time.monotonic()), enough)
             if self._stop() is not None and len(replies) < len(messages) and not (enough and enough(replies)):
                 raise Stopped
         with _timed(attempt.seconds, "aggregate"):
-            self._judge(round, course, attempt, replies, "late" if enough and enough(replies) else "timed out")
-            roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
-            self._advance(round, course, attempt, quorum)
-        return attempt
+            missing = "late" if enough and enough(replies) else "timed out"
+            return self._judge(round, course, attempt, replies, names, missing, phase)
 
     def _judge(
-        self, round: int, course: Course, attempt: Attempt, replies: Mapping[str, Message], missing: str
-    ) -> None:
-        for name in attempt.sampled:
+        self,
+        round: int,
+        course: Course,
+        attempt: Attempt,
+        replies: Mapping[str, Message],
+        names: list[str],
+        missing: str,
+        phase: str,
+    ) -> list[Upload]:
+        uploads = []
+        for name in names:
             try:
                 if name not in replies:
                     raise Refused(missing)
                 reply = read_reply(replies[name])
                 attempt.bytes_up += reply.bytes
-                attempt.uploads.append(course.check(round, name, reply))
+                uploads.append(course.check(round, name, reply, phase))
             except Refused as error:
                 attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost":
+                if error.cause == "memory-lost" and course.lost_memory(name):
                     attempt.lost.append(name)
+        return uploads
 
-    def _advance(self, round: int, course: Course, attempt: Attempt, quorum: int) -> None:
+    def _inform(self, round: int, course: Course, attempt: Attempt, uploads: list[Upload], quorum: int) -> State | None:
+        """The state after a first exchange, or None and the cause for which the try is void."""
+        if attempt.lost or len(uploads) < quorum:
+            attempt.uploads = uploads
+            self._advance(round, course, attempt, quorum, None)
+            return None
+        try:
+            return course.inform(round, uploads)
+        except NotFinite as error:
+            attempt.cause = str(error)
+            return None
+
+    def _advance(self, round: int, course: Course, attempt: Attempt, quorum: int, informed: State | None) -> None:
         if attempt.lost:
             course.new_generation()
             attempt.cause = f"client memory of {', '.join(attempt.lost)} is lost: new generation {course.generation}"
@@ -230,7 +288,7 @@ class Rounds:
             attempt.cause = f"{len(attempt.uploads)} valid uploads, quorum {quorum} ({reasons})"
         else:
             try:
-                attempt.uploads = course.advance(round, attempt.uploads)
+                attempt.uploads = course.advance(round, attempt.uploads, informed)
             except NotFinite as error:
                 attempt.cause = str(error)
 

@@ -1,15 +1,15 @@
-"""The registry of algorithms. A named variant is a composition: an algorithm and a server optimizer."""
+"""The registry of algorithms. A named variant is a composition: an algorithm with a server or a local optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
-from common.experiment import Experiment, ServerSettings, checked
+from common.experiment import Experiment, LocalSettings, ServerSettings, StrategySettings, checked
 from strategies.base import FederatedStrategy
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
@@ -21,11 +21,18 @@ from strategies.scaffold import Scaffold
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered algorithm; `server` fixes the server optimizer of a composition and gives its defaults."""
+    """A registered algorithm. A composition fixes an optimizer, on the server or locally, and gives its defaults.
+
+    `server`, `local` and `options` (of `[strategy]`) are defaults that a file may override, but for the optimizers
+    named in `fixed` ("server", "local"); local defaults count only with their optimizer.
+    """
 
     cls: type[FederatedStrategy]
     paper: str
     server: Mapping[str, Any] = field(default_factory=dict)
+    local: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ("server", "local")
 
 
 REGISTRY: dict[str, Entry] = {
@@ -48,26 +55,52 @@ def create(experiment: Experiment) -> FederatedStrategy:
 
     Raises SettingsError for an unknown name or hyperparameter, a wrong value or a pair without meaning.
     """
-    settings = experiment.strategy
-    entry = REGISTRY.get(settings.name)
-    if entry is None:
-        raise not_one_of("strategy.name", settings.name, REGISTRY)
-    if "server" in settings.options:
-        raise SettingsError("[strategy] server: the server optimizer stands in the table [server]")
-    try:
-        strategy = entry.cls(server=_server(settings.name, entry, experiment.server), **settings.options)
-    except ValidationError as error:
-        raise SettingsError("\n".join(_line(settings.name, entry.cls, e) for e in error.errors())) from None
-    strategy.check(experiment)
-    return strategy
+    return _settled(experiment)[0]
 
 
 def resolve(experiment: Experiment) -> Experiment:
-    """The experiment with the server optimizer that its named algorithm implies written out.
+    """The experiment with all that its named algorithm implies written out: server and local optimizer, options.
 
     Only so does a copy of it (sent to clients, written to the run folder) mean the same as the file.
     """
-    return experiment.model_copy(update={"server": create(experiment).server})
+    return _settled(experiment)[1]
+
+
+def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
+    name = experiment.strategy.name
+    entry = REGISTRY.get(name)
+    if entry is None:
+        raise not_one_of("strategy.name", name, REGISTRY)
+    if "server" in experiment.strategy.options:
+        raise SettingsError("[strategy] server: the server optimizer stands in the table [server]")
+    options = dict(entry.options) | experiment.strategy.options
+    settled = experiment.model_copy(
+        update={
+            "strategy": StrategySettings(name=name, **options),
+            "local": _filled(name, "local", entry, experiment.local),
+            "server": _filled(name, "server", entry, experiment.server),
+        }
+    )
+    before = None
+    while before != settled:  # what an algorithm derives (`settle`) may be one of its own hyperparameters
+        before, strategy = settled, _strategy(entry.cls, settled)
+        settled = strategy.settle(settled)
+    strategy.check(settled)
+    _check_pairs(settled)
+    return strategy, settled
+
+
+def _check_pairs(experiment: Experiment) -> None:
+    """Pairs without meaning for any algorithm."""
+    if experiment.local.moments == "keep" and experiment.local.optimizer == "sgd" and not experiment.local.momentum:
+        raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
+
+
+def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> FederatedStrategy:
+    try:
+        return cls(server=experiment.server, **experiment.strategy.options)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_line(experiment.strategy.name, cls, e) for e in error.errors())) from None
 
 
 def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
@@ -75,15 +108,22 @@ def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
     return [f.name for f in fields(cls) if f.name != "server"]
 
 
-def _server(name: str, entry: Entry, given: ServerSettings) -> ServerSettings:
-    fixed = entry.server.get("optimizer")
-    if fixed and "optimizer" in given.model_fields_set and given.optimizer != fixed:
-        raise SettingsError(
-            f"server.optimizer = {given.optimizer!r} contradicts strategy.name = {name!r}, which means {fixed!r}; "
-            "leave it out or choose 'fedavg'"
-        )
-    values = dict(entry.server) | given.model_dump(include=given.model_fields_set)
-    return checked(ServerSettings, values, "[server]")
+S = TypeVar("S", LocalSettings, ServerSettings)
+
+
+def _filled(name: str, table: Literal["local", "server"], entry: Entry, given: S) -> S:
+    """A table of the experiment with the entry's defaults where the file says nothing."""
+    defaults = entry.local if table == "local" else entry.server
+    own = defaults.get("optimizer")
+    if own and "optimizer" in given.model_fields_set and given.optimizer != own:
+        if table in entry.fixed:
+            raise SettingsError(
+                f"{table}.optimizer = {given.optimizer!r} contradicts strategy.name = {name!r}, which means {own!r}; "
+                "leave it out or choose 'fedavg'"
+            )
+        defaults = {}
+    values = dict(defaults) | given.model_dump(include=given.model_fields_set)
+    return checked(type(given), values, f"[{table}]")
 
 
 def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import server_optimizers
+from common.compression import Kind
 from common.errors import SettingsError
 from common.experiment import Experiment, ServerSettings
+from common.tasks.base import Task
 from common.vector import Layout, State, norm, weighted_sum
 
 if TYPE_CHECKING:
     from strategies.flower_loop import FlowerLoop
 
 C = TypeVar("C")
-Kind = Literal["vector", "scalar"]
+MemoryKind = Literal["none", "bound", "own"]
+Part = Literal["all", "shared", "personal"]
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
@@ -56,10 +59,17 @@ class Upload:
     tracker_weight: float = 0.0
     buffers: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    copies: State = field(default_factory=dict)
+    """What the server holds of this client's uploads, for differences to it (EF21)."""
+    layout: Layout = field(default_factory=dict)
+    """On the server: name -> slot and shape of the model, for layer-wise methods."""
 
 
 class Work(Protocol):
-    """What a client offers to `local`: its data, one optimizer loop and its memory. See `client/work.py`."""
+    """What a client offers to `local`: its data, one optimizer loop and its memory. See `client/work.py`.
+
+    "The model" is what is shared (d,). Parts that `[personal]` leaves with the client train along unseen.
+    """
 
     received: State
     """The broadcast; "model" (d,) is loaded already. Read-only."""
@@ -79,24 +89,52 @@ class Work(Protocol):
     """Scalars for this client alone, from `assign`."""
     proximal_mu: float
     """mu of a proximal term (mu/2)|w - w_start|^2, added after the generator's yield; may be set before `steps`."""
+    reference_gradient: Tensor
+    """(d,): with `steps(reference=...)`, the gradient there on the present batch."""
 
     @property
     def vector(self) -> Tensor:
         """The local model (d,), live."""
 
     @property
+    def buffers(self) -> State:
+        """The local model's buffers, live."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The torch model whose parameters `vector` holds."""
+
+    @property
     def layout(self) -> Layout:
         """Name -> slot and shape, for layer-wise methods."""
+
+    @property
+    def personal_layout(self) -> Layout:
+        """The same of the personal part."""
 
     @property
     def mean_loss(self) -> float:
         """Mean training loss over the steps taken so far."""
 
-    def steps(self, *, clip: Literal["after", "before"] = "after") -> Iterator[Tensor]:
+    def steps(
+        self,
+        *,
+        clip: Literal["after", "before"] = "after",
+        yields: Literal["gradient", "direction"] = "gradient",
+        part: Part = "all",
+        extra: Callable[[Tensor, Any], Tensor] | None = None,
+        reference: Tensor | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Iterator[Tensor]:
         """Run the local steps, yielding each raw gradient (d,) before the optimizer sees it; change it in place.
 
         With `clip="before"` the gradient is clipped before it is yielded, else after. The proximal term is added
-        after the yield in either case.
+        after the yield in either case. With `yields="direction"` the optimizer comes first and its direction d (d,) of
+        the step w <- w - lr d is yielded. With `part` only that part of the model moves, and its gradient is yielded.
+
+        extra: called with the input of the model's output layer (b, r) and the batch; its value joins the loss.
+        reference: a model (d,); `reference_gradient` is the gradient there, on the same batch and dropout masks.
+        after: called after each step.
         """
 
     def delta(self) -> Tensor:
@@ -104,6 +142,10 @@ class Work(Protocol):
 
     def full_gradient(self) -> Tensor:
         """The mean gradient over all training examples at the current local model, a new vector (d,)."""
+
+    def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
+        """Of another model (d,) and its buffers, frozen and in evaluation mode: batch -> input of its output layer
+        (b, r)."""
 
     def unit_response(self) -> float:
         """a_i: how far the local optimizer moves, in units of lr, when every gradient is 1 (FedNova's ||a_i||_1)."""
@@ -129,10 +171,13 @@ class FederatedStrategy(Strategy):
     server: ServerSettings = ServerSettings()
 
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector"}
-    """Name -> kind of all that a client uploads; a reply that differs is refused."""
+    """Name -> kind of all that a client uploads; a reply that differs is refused. "increment": a vector that is added
+    up for ever, as the change of a tracker is."""
+    survey: ClassVar[Mapping[str, Kind]] = {}
+    """The same of a first exchange within the round (Mime); empty: there is none. See `look` and `inform`."""
     trackers: ClassVar[tuple[str, ...]] = ()
     """Entries of the server state that are averages over *all* clients' memories."""
-    memory: ClassVar[Literal["none", "bound", "own"]] = "none"
+    memory: ClassVar[MemoryKind] = "none"
     """"bound": client memory belongs to server state (trackers, duals), losing it starts a new generation;
     "own": it is the client's own affair and starts empty when lost."""
 
@@ -153,16 +198,61 @@ class FederatedStrategy(Strategy):
         return state | server_optimizers.step(self.server, state, cohort_mean(uploads, "delta"))
 
     def assign(self, state: State, sampled: Sequence[str], round: int) -> Mapping[str, Mapping[str, float]]:
-        """Scalars that differ by client: name -> {key: value}."""
+        """Scalars that differ by client: name -> {key: value}. A function of its arguments and the seed in the state
+        alone."""
         return {}
+
+    def expects(self, assigned: Mapping[str, float]) -> Mapping[str, Kind]:
+        """`payload` of a client that was assigned these scalars."""
+        return self.payload
+
+    def look(self, work: Work) -> Upload:
+        """The client's part of a first exchange: what `survey` names, before any training."""
+        raise NotImplementedError
+
+    def inform(self, state: State, uploads: Sequence[Upload]) -> State:
+        """The server state of this round after the first exchange; `broadcast` and `aggregate` then see it."""
+        raise NotImplementedError
+
+    def lean(self) -> tuple[str, ...]:
+        """Entries of the broadcast that a client which holds the last one need not be sent; see `restore`."""
+        return ()
+
+    def restore(self, held: State, received: State) -> State:
+        """On a client: the entries `lean` of this broadcast, to the bit, from those of the last one (`held`) and from
+        what was sent of this one. A checksum guards it."""
+        raise NotImplementedError
 
     def reset(self, state: State) -> State:
         """The state of a new generation: model and server moments stay, all that is bound to client memory is zero."""
         kept = {name: value for name, value in state.items() if name == "model" or name.startswith("server.")}
         return self.init(state["model"]) | kept
 
+    def memory_kind(self, experiment: Experiment) -> MemoryKind:
+        """What client memory is with all of an experiment's settings: the algorithm's own, and what compression, a kept
+        optimizer and personal parts remember."""
+        lossy = experiment.compression.up not in ("none", "identity")
+        feedback = experiment.compression.feedback
+        if self.memory == "bound" or (lossy and feedback == "ef21"):
+            return "bound"
+        own = (
+            self.memory == "own",
+            lossy and feedback == "ef14",
+            experiment.local.moments == "keep",
+            bool(experiment.personal.parts),
+            bool(self.lean()) or experiment.compression.down in ("top-k", "random-k", "sign"),
+        )
+        return "own" if any(own) else "none"
+
+    def settle(self, experiment: Experiment) -> Experiment:
+        """The experiment with the settings that the algorithm derives from others written out."""
+        return experiment
+
     def check(self, experiment: Experiment) -> None:
         """Raise SettingsError for a pair of settings without meaning."""
+
+    def check_model(self, task: Task, model: nn.Module) -> None:
+        """Raise SettingsError for a model that the algorithm cannot train."""
 
     def check_upload(self, vectors: State) -> None:
         """Raise ValueError for an upload that has no meaning, beyond names, shapes, dtypes and finite values: that
@@ -181,7 +271,7 @@ class FederatedStrategy(Strategy):
         """Sample clients and address them."""
         if server_round == 1:
             self.__dict__.pop("_loop", None)
-        return self._flower(config, arrays, grid).open_round(server_round)
+        return self._flower(config, arrays, grid).open_round(server_round, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -244,6 +334,8 @@ def all_finite(state: State) -> bool:
 __all__ = [
     "FederatedStrategy",
     "Kind",
+    "MemoryKind",
+    "Part",
     "Upload",
     "Work",
     "all_finite",

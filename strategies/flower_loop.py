@@ -14,8 +14,8 @@ from common import tasks, wire
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.models import build
-from common.vector import BUFFERS
-from strategies.base import FederatedStrategy
+from common.vector import BUFFERS, State
+from strategies.base import FederatedStrategy, Upload
 from strategies.course import Course, NotFinite
 from strategies.messages import Refused, Reply, read_experiment, read_reply
 from strategies.roll import Member, members_of, roll_messages, sample
@@ -30,6 +30,7 @@ class FlowerLoop:
         self._course = course
         self._members = members
         self._asked: dict[str, Message] = {}
+        self._informed: State | None = None
 
     @classmethod
     def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
@@ -41,10 +42,10 @@ class FlowerLoop:
             raise RunError("start(...) needs train_config=config_of(experiment)")
         experiment = read_experiment(str(config["experiment"]))
         task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-        layout = build(task, experiment.seed).layout_hash
-        given = wire.from_records(arrays)
-        buffers = {name: value for name, value in given.items() if name.startswith(BUFFERS)}
-        course = Course(strategy, experiment, experiment.name, layout, strategy.init(given[MODEL].clone()), buffers)
+        model = build(task, experiment.seed, personal=experiment.personal.parts)
+        layout, given = model.layout_hash, wire.from_records(arrays)
+        model.load(given[MODEL], {name: value for name, value in given.items() if name.startswith(BUFFERS)})
+        course = Course.begin(strategy, experiment, experiment.name, model)
         deadline = experiment.round.deadline_s
         replies = grid.send_and_receive(
             roll_messages(experiment, course.run, grid.get_node_ids(), deadline), timeout=deadline
@@ -64,44 +65,68 @@ class FlowerLoop:
         course.admit(members.values())
         return cls(course, members)
 
-    def open_round(self, round: int) -> Iterable[Message]:
-        """TRAIN messages for the clients of this round."""
+    def open_round(self, round: int, grid: Grid) -> Iterable[Message]:
+        """TRAIN messages for the clients of this round, after a first exchange with them if the algorithm has one."""
         course = self._course
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = course.experiment.round
         chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
-        self._asked = course.messages(round, [self._members[name] for name in chosen], settings.deadline_s)
+        self._informed = None
+        if course.strategy.survey:
+            self._asked = self._messages(round, chosen, phase="survey")
+            replies = grid.send_and_receive(self._asked.values(), timeout=settings.deadline_s)
+            uploads, _ = self._judge(round, replies, "survey")
+            chosen = sorted(upload.name for upload in uploads)
+            try:
+                self._informed = course.inform(round, uploads) if uploads else None
+            except NotFinite as error:
+                chosen = []
+                print(f"round {round} is void: {error}", flush=True)
+        self._asked = self._messages(round, chosen) if chosen else {}
         return list(self._asked.values())
+
+    def _messages(self, round: int, names: Iterable[str], phase: str = "") -> dict[str, Message]:
+        members = [self._members[name] for name in names]
+        return self._course.messages(
+            round, members, self._course.experiment.round.deadline_s, self._informed, phase=phase
+        )
 
     def close_round(self, round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the valid replies; lost client memory starts a new generation and leaves the model as it is."""
-        uploads, lost = [], False
-        names = {message.metadata.message_id: name for name, message in self._asked.items()}
-        for message in replies:
-            try:
-                reply = read_reply(message)
-                if (name := names.pop(message.metadata.reply_to_message_id, None)) is None:
-                    raise Refused("mismatch", "a reply to no message of this round, or a second one")
-                uploads.append(self._course.check(round, name, reply))
-            except Refused as error:
-                lost |= error.cause == "memory-lost"
-                print(
-                    f"round {round}: reply of node {message.metadata.src_node_id} dropped: {error}",
-                    flush=True,
-                )
+        uploads, lost = self._judge(round, replies)
         if lost:
             self._course.new_generation()
             return None, None
         if not uploads:
             return None, None
         try:
-            uploads = self._course.advance(round, uploads)
+            uploads = self._course.advance(round, uploads, self._informed)
         except NotFinite as error:
             print(f"round {round} is void: {error}", flush=True)
             return None, None
         total = sum(upload.examples for upload in uploads)
         loss = sum(upload.examples * upload.metrics["loss"] for upload in uploads) / total
         return self._arrays(), MetricRecord({"loss": loss, "clients": len(uploads)})
+
+    def _judge(self, round: int, replies: Iterable[Message], phase: str = "") -> tuple[list[Upload], bool]:
+        """The valid uploads, and whether memory is lost that server state is bound to."""
+        uploads, lost, course = [], False, self._course
+        names = {message.metadata.message_id: name for name, message in self._asked.items()}
+        for message in replies:
+            name = None
+            try:
+                reply = read_reply(message)
+                if (name := names.pop(message.metadata.reply_to_message_id, None)) is None:
+                    raise Refused("mismatch", "a reply to no message of this round, or a second one")
+                uploads.append(course.check(round, name, reply, phase))
+            except Refused as error:
+                if error.cause == "memory-lost" and name is not None:
+                    lost |= course.lost_memory(name)
+                print(
+                    f"round {round}: reply of node {message.metadata.src_node_id} dropped: {error}",
+                    flush=True,
+                )
+        return uploads, lost
 
     def open_evaluation(self, round: int) -> Iterable[Message]:
         """EVALUATE messages for all clients that hold evaluation examples."""

@@ -60,6 +60,12 @@ class TrainHead:
     share: float
     lr: float
     layout: str
+    phase: str = ""
+    """"survey" for a round's first exchange, where there is one."""
+    holds: int = 0
+    """The round whose broadcast this one builds upon: the client's memory of it is needed. 0: all is sent."""
+    digest: str = ""
+    """With `holds`: hash of the whole broadcast."""
     order: int = 0
     """Rises from try to try, over resumes too: a client works on no message that is not newer than the last one it has
     saved a version for. 0: any time."""
@@ -67,13 +73,15 @@ class TrainHead:
 
 @dataclass(frozen=True)
 class EvaluateHead:
-    """The settings of an EVALUATE message."""
+    """The settings of an EVALUATE message; generation and accepted as of TRAIN, for clients with personal parts."""
 
     experiment: str
     run: str
     client: str
     round: int
     layout: str
+    generation: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

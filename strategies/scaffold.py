@@ -25,7 +25,7 @@ class Scaffold(FederatedStrategy):
     """
 
     weights: Literal["uniform", "data"] = "uniform"
-    payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "control": "vector"}
+    payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "control": "increment"}
     trackers: ClassVar[tuple[str, ...]] = ("control",)
     memory: ClassVar[Literal["none", "bound", "own"]] = "bound"
 

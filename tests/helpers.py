@@ -13,15 +13,17 @@ from torch import Tensor
 
 from client.work import LocalWork, local_steps
 from common import tasks
+from common.compression import Codec
 from common.experiment import Experiment
 from common.models import build
 from common.seeds import derive
 from common.tasks.base import ClientData, Task
 from common.tasks.quadratic import write
 from common.vector import State
-from strategies import REGISTRY, create
+from strategies import REGISTRY, create, resolve
 from strategies.base import Upload
-from strategies.course import Course
+from strategies.course import Course, upload_seed
+from strategies.downlink import Downlink
 from strategies.messages import Reply, ReplyHead
 from strategies.roll import Member, sample
 
@@ -63,13 +65,15 @@ class Simulation:
     """
 
     def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
-        self.experiment = experiment
+        self.experiment = experiment = resolve(experiment)
         self.strategy = create(experiment)
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
-        self.model = build(self.task, experiment.seed)
-        state = self.strategy.init(self.model.vector.clone())
-        buffers = copies(self.model.buffers)
-        self.course = Course(self.strategy, experiment, "run", self.model.layout_hash, state, buffers)
+        self.model = build(self.task, experiment.seed, personal=experiment.personal.parts)
+        self.strategy.check_model(self.task, self.model.module)
+        self.course = Course.begin(self.strategy, experiment, "run", self.model)
+        self.codec = Codec(experiment.compression, self.model.layout)
+        self.downlink = Downlink(self.strategy, experiment, self.model.layout)
+        self.informed: State | None = None
         self.members: dict[str, Member] = {}
         self.data: dict[str, ClientData] = {}
         self.versions: dict[tuple[str, int, int], State] = {}
@@ -95,11 +99,21 @@ class Simulation:
         course = self.course
         return self.versions.get((name, course.generation, course.accepted.get(name, 0)), {})
 
+    def received(self, name: str) -> State:
+        """The broadcast of the next round as the client gets it, by the way that its last acceptance allows."""
+        course, round = self.course, self.course.round + 1
+        broadcast = self.strategy.broadcast(course.state if self.informed is None else self.informed)
+        sent, digest = self.downlink.whole(broadcast, course.downlink), ""
+        if self.downlink.saves and round > 1 and course.accepted.get(name) == round - 1:
+            sent, digest = self.downlink.rest(broadcast, course.downlink)
+        return self.downlink.receive(copies(sent), self.memory(name), self.model.vector, round, digest)
+
     def work(self, name: str) -> LocalWork:
         """What the client `name` is given in the next round, the server model loaded."""
         course, round = self.course, self.course.round + 1
-        received = self.strategy.broadcast(course.state)
+        received, memory = self.received(name), self.memory(name)
         self.model.load(received["model"], course.buffers)
+        self.model.load_personal(memory)
         accepted = course.accepted.get(name, 0)
         return LocalWork(
             task=self.task,
@@ -107,25 +121,32 @@ class Simulation:
             data=self.data[name],
             settings=self.experiment.local,
             received=received,
-            memory=self.memory(name) if self.strategy.memory != "none" else {},
+            memory=memory,
             seed=self.experiment.seed,
             name=name,
             round=round,
             lr=course.lr(round),
             share=course.known[name] / course.total,
             accepted_last_round=accepted > 0 and accepted == round - 1,
-            assigned=self.strategy.assign(course.state, self.sampled, round).get(name, {}),
+            assigned=course.assigned.get(name, {}),
+            head_steps=self.experiment.personal.head_steps,
         )
 
-    def train(self, name: str) -> Upload:
+    def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
         course, round = self.course, self.course.round + 1
         work, before = self.work(name), torch.get_rng_state()
         # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
         torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, round))
-        upload = self.strategy.local(work)
+        upload = self.strategy.look(work) if phase else self.strategy.local(work)
         torch.set_rng_state(before)
-        self.versions[name, course.generation, round] = copies(work.kept)
+        kinds = self.strategy.survey if phase else self.strategy.expects(work.assigned)
+        sent, residuals = self.codec.encode(
+            upload.vectors, kinds, self.memory(name), lambda g: upload_seed(self.experiment.seed, name, round, g)
+        )
+        if not phase and self.strategy.memory_kind(self.experiment) != "none":
+            kept = work.remembered() | self.downlink.remember(work.received) | residuals
+            self.versions[name, course.generation, round] = copies(kept)
         head = ReplyHead(
             run=course.run,
             client=name,
@@ -137,15 +158,20 @@ class Simulation:
             steps=upload.steps,
             lr=upload.lr,
         )
-        reply = Reply(head, copies(upload.vectors), copies(upload.buffers), dict(upload.metrics))
-        return course.check(round, name, reply)
+        reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
+        return course.check(round, name, reply, phase)
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
         course, wanted = self.course, self.experiment.round.sample or len(self.members)
-        self.sampled = sample(self.experiment.seed, course.round + 1, 0, self.members, wanted)
+        round = course.round + 1
+        self.sampled = sample(self.experiment.seed, round, 0, self.members, wanted)
+        course.assigned = self.strategy.assign(course.state, self.sampled, round)
+        self.informed = None
+        if self.strategy.survey:
+            self.informed = course.inform(round, [self.train(name, "survey") for name in self.sampled])
         uploads = [self.train(name) for name in self.sampled]
-        return course.advance(course.round + 1, [u for u in uploads if u.name not in set(lost)])
+        return course.advance(round, [u for u in uploads if u.name not in set(lost)], self.informed)
 
     def run(self, rounds: int) -> Tensor:
         """Some rounds; returns the server model (d,)."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.work import unit_response
+from client.optimizers import unit_response
 from common.experiment import LocalSettings
 from tests.helpers import Simulation, experiment
 

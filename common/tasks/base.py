@@ -74,6 +74,11 @@ class Task(ABC):
         Called without gradients and with the model in evaluation mode.
         """
 
+    def output_layer(self, model: nn.Module) -> nn.Module | None:
+        """The layer of `model` whose input (b, r) is the representation of a batch and whose output are the logits:
+        the "head" that clients may keep, and where MOON looks. None: this model has no such layer."""
+        return None
+
     def central(self) -> Examples | None:
         """Test examples held by the server, or None."""
         return None

@@ -64,6 +64,11 @@ class Classification(Task):
         """The plan's sha256, hex."""
         return self.plan.hash
 
+    def output_layer(self, model: nn.Module) -> nn.Module | None:
+        """The last linear layer of a sequence."""
+        last = model[-1] if isinstance(model, nn.Sequential) else None
+        return last if isinstance(last, nn.Linear) else None
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean cross entropy, nats."""
         inputs, targets = batch
