@@ -1,15 +1,15 @@
-"""The registry of algorithms. A named variant is a composition: an algorithm with a server or a local optimizer."""
+"""The registry of algorithms. A named variant is a composition: an algorithm with optimizers, personal parts or compression."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
-from common.experiment import Experiment, LocalSettings, ServerSettings, StrategySettings, checked
+from common.experiment import Experiment, Section, StrategySettings, checked
 from strategies.base import FederatedStrategy
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
@@ -19,19 +19,24 @@ from strategies.hafedho import HaFedHo
 from strategies.scaffold import Scaffold
 
 
+Table = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A registered algorithm. A composition fixes an optimizer, on the server or locally, and gives its defaults.
+    """A registered algorithm. A composition names an algorithm with an optimizer, personal parts or compression.
 
-    `server`, `local` and `options` (of `[strategy]`) are defaults that a file may override, but for the optimizers
-    named in `fixed` ("server", "local"); local defaults count only with their optimizer.
+    `server`, `local`, `personal`, `compression` and `options` (of `[strategy]`) are defaults that a file may override,
+    but for the optimizer of a table named in `fixed`; where another optimizer is allowed, its table's defaults fall.
     """
 
     cls: type[FederatedStrategy]
     paper: str
-    server: Mapping[str, Any] = field(default_factory=dict)
-    local: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    server: Table = field(default_factory=dict)
+    local: Table = field(default_factory=dict)
+    personal: Table = field(default_factory=dict)
+    compression: Table = field(default_factory=dict)
+    options: Table = field(default_factory=dict)
     fixed: tuple[str, ...] = ("server", "local")
 
 
@@ -77,8 +82,10 @@ def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     settled = experiment.model_copy(
         update={
             "strategy": StrategySettings(name=name, **options),
-            "local": _filled(name, "local", entry, experiment.local),
             "server": _filled(name, "server", entry, experiment.server),
+            "local": _filled(name, "local", entry, experiment.local),
+            "personal": _filled(name, "personal", entry, experiment.personal),
+            "compression": _filled(name, "compression", entry, experiment.compression),
         }
     )
     before = None
@@ -108,17 +115,17 @@ def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
     return [f.name for f in fields(cls) if f.name != "server"]
 
 
-S = TypeVar("S", LocalSettings, ServerSettings)
+S = TypeVar("S", bound=Section)
 
 
-def _filled(name: str, table: Literal["local", "server"], entry: Entry, given: S) -> S:
+def _filled(name: str, table: str, entry: Entry, given: S) -> S:
     """A table of the experiment with the entry's defaults where the file says nothing."""
-    defaults = entry.local if table == "local" else entry.server
-    own = defaults.get("optimizer")
-    if own and "optimizer" in given.model_fields_set and given.optimizer != own:
+    defaults: Table = getattr(entry, table)
+    own, chosen = defaults.get("optimizer"), getattr(given, "optimizer", None)
+    if own and "optimizer" in given.model_fields_set and chosen != own:
         if table in entry.fixed:
             raise SettingsError(
-                f"{table}.optimizer = {given.optimizer!r} contradicts strategy.name = {name!r}, which means {own!r}; "
+                f"{table}.optimizer = {chosen!r} contradicts strategy.name = {name!r}, which means {own!r}; "
                 "leave it out or choose 'fedavg'"
             )
         defaults = {}
