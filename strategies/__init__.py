@@ -13,6 +13,7 @@ from common.experiment import Experiment, Section, StrategySettings, checked
 from strategies.base import FederatedStrategy
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
+from strategies.feddyn import FedDyn
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.hafedho import HaFedHo
@@ -52,6 +53,7 @@ REGISTRY: dict[str, Entry] = {
     "scaffold": Entry(Scaffold, "arXiv 1910.06378"),
     "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
     "fedcm": Entry(FedCM, "arXiv 2106.10874"),
+    "feddyn": Entry(FedDyn, "arXiv 2111.04263"),
 }
 
 
