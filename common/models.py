@@ -35,7 +35,7 @@ def build(task: Task, seed: int, device: torch.device | str = "cpu", personal: S
         except Exception as error:
             raise SettingsError(f"{type(task).__name__}.model() raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a nn.Module")
+        raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a torch.nn.Module")
     return FlatModel(module, device, personal_names(task, module, personal))
 
 

@@ -200,16 +200,15 @@ class Rounds:
             return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
         wanted = settings.sample or len(roster.trainers)
         sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
-        attempt, end = Attempt(sampled), time.monotonic() + settings.deadline_s
-        informed = None
+        attempt, informed = Attempt(sampled), None
         enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
         if self._strategy.survey:
-            uploads = self._ask(round, attempt, course, roster, exchange, sampled, end, enough, phase="survey")
+            uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, phase="survey")
             sampled = [upload.name for upload in uploads]
             with _timed(attempt.seconds, "aggregate"):
                 informed = self._inform(round, course, attempt, uploads, quorum)
         if not attempt.cause:
-            attempt.uploads = self._ask(round, attempt, course, roster, exchange, sampled, end, enough, informed)
+            attempt.uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, informed)
             with _timed(attempt.seconds, "aggregate"):
                 roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
                 self._advance(round, course, attempt, quorum, informed)
@@ -223,7 +222,6 @@ class Rounds:
         roster: Roster,
         exchange: Exchange,
         names: list[str],
-        end: float,
         enough: Callable[[Mapping[str, Message]], bool] | None,
         informed: State | None = None,
         phase: str = "",
@@ -236,7 +234,8 @@ class Rounds:
             messages = course.messages(round, members, ttl, informed, phase)
             attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
         with _timed(attempt.seconds, "collect"):
-            replies = exchange.run(messages, max(0.0, end - time.monotonic()), enough)
+            left = self._experiment.round.deadline_s - attempt.seconds.get("collect", 0.0)
+            replies = exchange.run(messages, max(0.0, left), enough)
             if self._stop() is not None and len(replies) < len(messages) and not (enough and enough(replies)):
                 raise Stopped
         with _timed(attempt.seconds, "aggregate"):

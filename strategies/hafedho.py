@@ -31,6 +31,8 @@ class HaFedHo(FederatedStrategy):
     upload: "phi" g_i = sum grad phi_i (Algorithm 1); "displacement" (w^t - w_i)/eta, which differs from phi only by
       weight decay, momentum, clipping, a proximal term or decayed rates; "raw" sum grad f_i, which removes the
       recursion and follows FedAvg.
+    downlink: "gradient": a client whose upload of round t-1 was accepted still holds w^{t-1} and is sent g^{t-1} alone,
+      from which it makes w^t to the bit (one vector down instead of two, one more in its memory); "model": always both.
     own_share: q_i = "data" p_i = n_i/n (Algorithm 1); "cohort" the weight that g_i really had in g^{t-1}; "none" 0.
     """
 
@@ -40,23 +42,34 @@ class HaFedHo(FederatedStrategy):
     rectification: Literal["objective", "gradient"] = "objective"
     upload: Literal["phi", "displacement", "raw"] = "phi"
     own_share: Literal["data", "cohort", "none"] = "data"
+    downlink: Literal["gradient", "model"] = "gradient"
 
     payload: ClassVar[Mapping[str, Kind]] = {"gradient": "vector", "loss": "scalar"}
     memory: ClassVar[Literal["none", "bound", "own"]] = "own"
 
     def init(self, model: Tensor) -> State:
-        """g = 0, fhat = 0, and the total weight of the last cohort (in clients or in examples)."""
+        """g = 0, fhat = 0, the total weight of the last cohort (in clients or in examples) and the eta of its round."""
         zero = torch.zeros((), dtype=torch.float64)
         return {
             **super().init(model),
             "gradient": torch.zeros_like(model),
             "loss": zero,
             "cohort": zero.clone(),
+            "rate": zero.clone(),
         }
 
     def broadcast(self, state: State) -> State:
-        """w^t (an absent client cannot rebuild it), g^{t-1}, fhat^{t-1} and the size of the last cohort."""
-        return {name: state[name] for name in ("model", "gradient", "loss", "cohort")}
+        """w^t, g^{t-1}, fhat^{t-1}, the size of the last cohort and eta^{t-1}."""
+        return {name: state[name] for name in ("model", "gradient", "loss", "cohort", "rate")}
+
+    def lean(self) -> tuple[str, ...]:
+        """w^t, unless a server optimizer with moments made it."""
+        return ("model",) if self.downlink == "gradient" and self.server.optimizer == "sgd" else ()
+
+    def restore(self, held: State, received: State) -> State:
+        """w^t = w^{t-1} - eta_g eta^{t-1} g^{t-1}, by the operations of `aggregate`."""
+        change = received["gradient"] * -float(received["rate"])
+        return server_optimizers.step(self.server, held, change)
 
     def local(self, work: Work) -> Upload:
         """lambda steps on phi_i."""
@@ -96,7 +109,8 @@ class HaFedHo(FederatedStrategy):
         loss = weighted_sum([u.vectors["loss"] for u in uploads], [u.weight for u in uploads])
         size = len(uploads) if self.weights == "uniform" else sum(u.examples for u in uploads)
         change = gradient * -uploads[0].lr
-        kept = {"gradient": gradient, "loss": loss, "cohort": torch.tensor(float(size), dtype=torch.float64)}
+        cohort, rate = (torch.tensor(float(value), dtype=torch.float64) for value in (size, uploads[0].lr))
+        kept = {"gradient": gradient, "loss": loss, "cohort": cohort, "rate": rate}
         return state | server_optimizers.step(self.server, state, change) | kept
 
     def check(self, experiment: Experiment) -> None:

@@ -91,7 +91,8 @@ WRONG = {
     "strategy.muu = 1": ("strategy.muu = 1: 'fedavg' has no such hyperparameter; allowed: weights",),
     'strategy = {name = "fedprox", mu = -1}': ("strategy.mu = -1: Input should be greater than or equal to 0",),
     'local.optimizer = "rmsprop"': (
-        "local.optimizer = 'rmsprop': Input should be 'sgd', 'adam', 'adamw' or 'amsgrad'",
+        "local.optimizer = 'rmsprop': Input should be 'sgd', 'adam', 'adamw', 'amsgrad', 'normalized', "
+        "'soap' or 'muon'",
     ),
     'server.optimizer = "sdg"': ("server.optimizer = 'sdg': Input should be 'sgd', 'momentum'",),
     'task.name = "digit"': ("task.name: 'digit' is unknown; allowed: digits, npz, package.module:function, quadratic",),
@@ -103,7 +104,7 @@ WRONG = {
     'strategy.name = "fedprox"\nlocal.proximal_mu = 0.1': ("local.proximal_mu = 0.1", "'fedprox'"),
     'strategy.name = "fedadam"\nserver.optimizer = "yogi"': ("server.optimizer = 'yogi'", "'fedadam'", "'adam'"),
     'local.optimizer = "adam"\nlocal.momentum = 0.9': (
-        "momentum and nesterov belong to optimizer 'sgd', not to 'adam'",
+        "momentum belongs to optimizer 'sgd', not to 'adam', whose beta1 is betas[0]",
     ),
     # numbers of clients
     "round.sample = 4": ("round.sample = 4 is more than the 3 clients of the partition",),

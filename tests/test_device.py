@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client import device, session, work
+from client import device, forward, session, work
 from client.batches import channels_last
 from client.device import Staging, choose, out_of_memory, settle
 from common.errors import SettingsError
@@ -199,11 +199,11 @@ def test_a_scale_that_overflows_is_halved_on_the_same_batch(dropout: float, monk
     task = Scaled(100.0, sizes=(5, 1, 8), dropout=dropout)
     torch.manual_seed(0)
     seen, done = gradients(task, precision="float16", lr=1e-3)
-    assert done._scale < work.FIRST_SCALE, "this task should overflow"
+    assert done._forward._scale < forward.FIRST_SCALE, "this task should overflow"
     assert all(bool(torch.isfinite(gradient).all()) for gradient in seen)
     assert len(task.batches) == done.steps_taken == len(seen) == 4
     assert int(done._model.module[1].num_batches_tracked) == 4
-    monkeypatch.setattr(work, "FIRST_SCALE", done._scale)
+    monkeypatch.setattr(forward, "FIRST_SCALE", done._forward._scale)
     torch.manual_seed(0)
     right, _ = gradients(Scaled(100.0, sizes=(5, 1, 8), dropout=dropout), precision="float16", lr=1e-3)
     assert [sha256({"g": one}) for one in seen] == [sha256({"g": one}) for one in right]
@@ -211,12 +211,12 @@ def test_a_scale_that_overflows_is_halved_on_the_same_batch(dropout: float, monk
 
 def test_the_scale_grows_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """After GROWTH_STEPS good steps, no higher than it began; and it begins anew each round."""
-    monkeypatch.setattr(work, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(forward, "GROWTH_STEPS", 3)
     done = simulate(Tiny(norm=False), precision="float16", steps=7).work("2")
-    done._scale = work.FIRST_SCALE / 4
-    scales = [done._scale / work.FIRST_SCALE for _ in done.steps()]
+    done._forward._scale = forward.FIRST_SCALE / 4
+    scales = [done._forward._scale / forward.FIRST_SCALE for _ in done.steps()]
     assert scales == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
-    assert simulate(precision="float16").work("2")._scale == work.FIRST_SCALE
+    assert simulate(precision="float16").work("2")._forward._scale == forward.FIRST_SCALE
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])

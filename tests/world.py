@@ -250,8 +250,8 @@ class World:
     def _hook_server(self, patch: pytest.MonkeyPatch) -> None:
         advance, append, save, wait = Course.advance, RunFolder.append, Checkpoints.save, Checkpoints.wait
 
-        def killed_advance(course: Course, round: int, uploads: Any) -> Any:
-            result = advance(course, round, uploads)
+        def killed_advance(course: Course, round: int, uploads: Any, *informed: Any) -> Any:
+            result = advance(course, round, uploads, *informed)
             self.timeline.advanced(course, round, [upload.name for upload in result])
             self.kill("server killed after the aggregate")
             return result
