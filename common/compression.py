@@ -29,7 +29,7 @@ instead; for model changes, which unlike gradients are steps already taken, that
 again each round.
 
 Scalars pass unchanged; buffers (BatchNorm statistics, counters) never come here. Parts come from the network: `decode`
-refuses whatever `encode` cannot have made. What decodes is elementwise, so a CPU and a GPU make the same bits of it.
+checks all of them. It computes entry by entry, so a CPU and a GPU make the same bits of the same parts.
 """
 
 from __future__ import annotations
@@ -207,14 +207,21 @@ class Sign(_PerTensor):
 
     def encode(self, vector: Tensor, seed: int) -> State:
         wide, _ = self._scales(vector.dtype)
-        sums = torch.stack([part.abs().sum(dtype=torch.float64) for part in self._split(vector)])
-        sizes = torch.tensor(self._sizes, dtype=torch.float64, device=vector.device)
         bits = torch.zeros(-(-self._d // 8) * 8, dtype=torch.uint8, device=vector.device)
         torch.ge(vector, 0, out=bits[: self._d])
         signs = bits[::8].clone()
         for place in range(1, 8):
             signs |= bits[place::8] << place
-        return {"signs": signs, "scales": (sums / sizes).to(wide)}
+        return {"signs": signs, "scales": self._means(vector).to(wide)}
+
+    def _means(self, vector: Tensor) -> Tensor:
+        """|u|_1/d_t of each tensor, in float64."""
+        parts = self._split(vector)
+        sizes = torch.tensor(self._sizes, dtype=torch.float64, device=vector.device)
+        means = torch.stack([part.abs().sum(dtype=torch.float64) for part in parts]) / sizes
+        if not _finite(means):  # a mean is no larger than the largest entry, but a sum of float64 may be infinite
+            means = torch.stack([(part.abs().double() / part.numel()).sum() for part in parts])
+        return means.clamp_(max=torch.finfo(vector.dtype).max)
 
     def _decode(self, parts: State, like: Tensor, seed: int) -> Tensor:
         scales = parts["scales"].to(like.dtype)
@@ -272,10 +279,9 @@ class _Cast(Compressor):
         return {"values": vector.to(self.dtype).clamp(-most, most)}
 
     def _decode(self, parts: State, like: Tensor, seed: int) -> Tensor:
-        result = parts["values"].to(like.dtype, copy=True)
-        if not _finite(result):
-            raise ValueError(f"values are too large for {dtype_name(like.dtype)}")
-        return result
+        # The largest float16 rounds up in bfloat16, to what float16 cannot hold.
+        most = torch.finfo(like.dtype).max
+        return parts["values"].to(like.dtype, copy=True).clamp_(-most, most)
 
 
 class BFloat16(_Cast):
@@ -322,9 +328,8 @@ class Codec:
         feedback, self._decay = settings.feedback, settings.decay
         self.active = settings.up != "none"
         """Whether anything is compressed."""
-        self._compressor = create(
-            settings.up if self.active else "identity", settings.ratio, layout, feedback == "none"
-        )
+        name = settings.up if self.active else "identity"
+        self._compressor = create(name, settings.ratio, layout, unbiased=feedback == "none")
         self._whole = create("identity", 1.0, layout)
         self.remembers = feedback != "none" and not self._compressor.lossless
         """Whether clients need memory for it."""
@@ -390,7 +395,7 @@ class Codec:
         kept: State = {}
         for group, kind in kinds.items():
             if kind == "scalar":
-                vectors[group] = sent[group]
+                vectors[group] = _alone(group, parts[group])
                 continue
             try:
                 vectors[group] = self._decode(group, parts[group], kind, like, copies, seed(group))
@@ -410,6 +415,13 @@ class Codec:
     def _tracks(self, kind: Kind) -> bool:
         """Whether both sides hold a copy of what is sent under a name of this kind."""
         return self.binds and kind == "vector"
+
+
+def _alone(group: str, parts: State) -> Tensor:
+    """The scalar that came under its own name."""
+    if parts.keys() != {""}:
+        raise ValueError(f"{group}: parts {sorted(parts)}, expected a scalar")
+    return parts[""]
 
 
 def _finite(values: Tensor) -> bool:
