@@ -19,6 +19,8 @@ soap        pytorch_optimizer.SOAP (Vyas et al., arXiv 2409.11321), for matrices
             L <- b2 L + (1-b2) g g^T and R, refreshed every `precondition_every` steps by one power iteration and QR
             (float32 in any case); a side longer than 10000 keeps the identity. As in the authors' code the first step
             makes the bases and moves no matrix: with moments reset, a round has one matrix step less. Decay decoupled.
+            The basis of equal eigenvalues is arbitrary, and a first gradient (rows, columns) leaves |rows - columns| of
+            them 0: expect other weights from another machine or library, beyond rounding.
 
 muon and soap leave what is no matrix to Adam with decoupled decay. Its rate `aux_lr` follows the schedule of lr.
 """
