@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
+from common.mixture import Mixture
 from common.partition import Plan, make_plan
 from common.tasks.base import ClientData, Examples, Task
 
@@ -65,7 +66,9 @@ class Classification(Task):
         return self.plan.hash
 
     def output_layer(self, model: nn.Module) -> nn.Module | None:
-        """The last linear layer of a sequence."""
+        """The last linear layer of a sequence, or a mixture's head."""
+        if isinstance(model, Mixture):
+            return model.head
         last = model[-1] if isinstance(model, nn.Sequential) else None
         return last if isinstance(last, nn.Linear) else None
 

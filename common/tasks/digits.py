@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import nn
 
 from common.experiment import PartitionSettings, Section, checked
+from common.mixture import of_sequences
 from common.seeds import derive
 from common.tasks.base import Examples
 from common.tasks.classification import Classification, mlp, pick
@@ -20,6 +21,7 @@ class DigitsSettings(Section):
 
     dtype: Literal["float32", "float64"] = "float32"
     hidden: int = Field(64, ge=1, description="units of the hidden layer")
+    extractor: int | None = Field(None, ge=1, description="pfedafm: hidden units of a shared extractor beside it")
 
 
 class Digits(Classification):
@@ -32,6 +34,7 @@ class Digits(Classification):
         settings = checked(DigitsSettings, options, "[task]")
         super().__init__(partition, seed, settings.dtype)
         self.hidden = settings.hidden
+        self.extractor = settings.extractor
         self._pool, self._test = _digits(self.dtype, seed)
         _ = self.plan  # settings errors belong to the start
 
@@ -45,7 +48,8 @@ class Digits(Classification):
 
     def model(self) -> nn.Module:
         """Inputs (b, 64), logits (b, 10)."""
-        return mlp(64, self.hidden, 10).to(self.dtype)
+        model = mlp(64, self.hidden, 10).to(self.dtype)
+        return of_sequences(model, mlp(64, self.extractor, self.hidden).to(self.dtype)) if self.extractor else model
 
 
 def _digits(dtype: torch.dtype, seed: int) -> tuple[Examples, Examples]:

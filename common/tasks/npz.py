@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, checked
+from common.mixture import of_sequences
 from common.partition import split_holdout
 from common.tasks.arrays import NpzSettings, Pooled, drawn, examples_of, find, fit, opened, read_pooled, take
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification, cnn, mlp, pick
+
+REPRESENTATION = 128
+"""Numbers between extractors and head of a mixture."""
 
 
 class Npz(Classification):
@@ -107,6 +111,15 @@ class Npz(Classification):
 
     def model(self) -> nn.Module:
         """Logits (b, classes) from what `features` gives."""
-        if self.kind == "mlp":
-            return mlp(int(np.prod(self.shape)), self.settings.width or 64, self.classes).to(self.dtype)
-        return cnn(self.shape, self.settings.width or 32, self.classes).to(self.dtype)
+        width, small = self.settings.width or (64 if self.kind == "mlp" else 32), self.settings.extractor
+        if small is None:
+            return self._network(width, self.classes)
+        # The cnn's own representation is too wide for a shared extractor to be small.
+        head = nn.Linear(REPRESENTATION, self.classes, dtype=self.dtype)
+        full = nn.Sequential(*self._network(width, REPRESENTATION), nn.ReLU(), head)
+        return of_sequences(full, self._network(small, REPRESENTATION))
+
+    def _network(self, width: int, outputs: int) -> nn.Sequential:
+        inputs = int(np.prod(self.shape))
+        made = mlp(inputs, width, outputs) if self.kind == "mlp" else cnn(self.shape, width, outputs)
+        return made.to(self.dtype)
