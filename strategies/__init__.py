@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, Section, StrategySettings, checked
+from common.mixture import PRIVATE
 from strategies.base import FederatedStrategy
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
@@ -17,6 +18,8 @@ from strategies.feddyn import FedDyn
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.hafedho import HaFedHo
+from strategies.mime import Mime, MimeLite
+from strategies.pfedafm import PFedAFM
 from strategies.scaffold import Scaffold
 
 
@@ -41,6 +44,13 @@ class Entry:
     fixed: tuple[str, ...] = ("server", "local")
 
 
+# Cross-silo: few clients, long rounds, inner moments that stay with each, Nesterov momentum outside.
+OUTER = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+INNER = {"lr": 4e-4, "moments": "keep"}
+MUON = {"optimizer": "muon", "betas": (0.9, 0.99), "muon_scale": "rms", "weight_decay": 1e-4}
+
+UNIFORM = {"weights": "uniform"}
+
 REGISTRY: dict[str, Entry] = {
     "fedavg": Entry(FedAvg, "arXiv 1602.05629"),
     "fedavgm": Entry(FedAvg, "arXiv 1909.06335", {"optimizer": "momentum", "momentum": 0.9, "lr": 1.0}),
@@ -54,6 +64,16 @@ REGISTRY: dict[str, Entry] = {
     "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
     "fedcm": Entry(FedCM, "arXiv 2106.10874"),
     "feddyn": Entry(FedDyn, "arXiv 2111.04263"),
+    "mime": Entry(Mime, "arXiv 2008.03606"),
+    "mimelite": Entry(MimeLite, "arXiv 2008.03606"),
+    "fedbn": Entry(FedAvg, "arXiv 2102.07623", personal={"parts": ["batch-norm"]}, options=UNIFORM),
+    "fedper": Entry(FedAvg, "arXiv 1912.00818", personal={"parts": ["head"]}),
+    "fedrep": Entry(FedAvg, "arXiv 2102.07078", personal={"parts": ["head"], "head_steps": 10}, options=UNIFORM),
+    "pfedafm": Entry(PFedAFM, "arXiv 2404.17847", personal={"parts": PRIVATE}),
+    "diloco": Entry(
+        FedAvg, "arXiv 2311.08105", OUTER, {**INNER, "optimizer": "adamw", "weight_decay": 0.1}, options=UNIFORM
+    ),
+    "muloco": Entry(FedAvg, "arXiv 2505.23725", OUTER, {**INNER, **MUON}, options=UNIFORM),
 }
 
 
