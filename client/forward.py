@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.experiment import LocalSettings
 from common.tasks.base import Task
-from common.vector import FlatModel, State
+from common.vector import PERSONAL, FlatModel, State
 
 # Of the loss in float16, as powers of two; doubled after so many steps without an overflow.
 FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**-24, 2000
@@ -100,16 +100,21 @@ class Forward:
         with self._elsewhere():
             norm = torch.linalg.vector_norm(gradient)
             tiny = torch.finfo(norm.dtype).tiny
-            part.add_(gradient * (self._settings.sam_rho / norm.clamp_min(tiny)))
+            # Not times rho / tiny, which overflows where the gradient is zero.
+            part.add_(gradient / norm.clamp_min(tiny), alpha=self._settings.sam_rho)
             self._set_random_state(start)
             self.backward(batch, extra)
 
     def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
-        """See `strategies.base.Work.representation`."""
+        """See `strategies.base.Work.representation`. The personal part is as it is now."""
         model, loss = self._model, _Loss(self)
-        state = {f"module.{name}": slot.view(vector) for name, slot in model.layout.items()}
-        for group, value in buffers.items():
-            state |= {f"module.{n}": slot.view(value) for n, slot in model.buffer_layouts[group].items()}
+        frozen = {"": vector, **buffers, **{name: value.clone() for name, value in model.personal.items()}}
+        layouts = {"": model.layout, PERSONAL + "parameters": model.personal_layout, **model.buffer_layouts}
+        state = {
+            f"module.{name}": slot.view(value)
+            for group, value in frozen.items()
+            for name, slot in layouts[group].items()
+        }
 
         def represent(batch: Any) -> Tensor:
             with torch.no_grad(), _evaluating(model.module), self._observed() as seen:
