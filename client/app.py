@@ -158,21 +158,24 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         received = receive(session, message, memory or {}, head.round, head.digest)
     except NotHeld as error:
         return reply_content(replace(reply, status="memory-lost", reason=str(error)))
-    work = _work(session, head, data, received, memory or {}, message, policy.watch())
-    seed = derive(session.experiment.seed, "torch", head.client, head.round)
-    with torch_seeded(seed, session.device):
-        upload = strategy.look(work) if head.phase else strategy.local(work)
+    watch, first = policy.watch(), State()
+    if strategy.survey and not head.phase and session.codec.remembers:
+        # Anew what the first exchange sent, to the bit: a client keeps nothing in between.
+        work = _work(session, head, data, received, memory or {}, message, watch)
+        _, first = compressed(session, head, memory or {}, _upload(session, head, work, "survey"), strategy.survey)
+    work = _work(session, head, data, received, memory or {}, message, watch)
+    upload = _upload(session, head, work, head.phase)
     policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
     upload.metrics["seconds.train"] = time.perf_counter() - started
 
     stage[0] = "save"
     done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
     if head.phase:
-        sent, _ = compressed(session, head, work, memory or {}, upload, strategy.survey)
+        sent, _ = compressed(session, head, memory or {}, upload, strategy.survey)
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)
-    sent, residuals = compressed(session, head, work, memory or {}, upload, strategy.expects(work.assigned))
-    upload, kept = replace(upload, vectors=sent), kept | residuals
+    sent, residuals = compressed(session, head, memory or {}, upload, strategy.expects(work.assigned))
+    upload, kept = replace(upload, vectors=sent), kept | first | residuals
     if kind == "none":
         return _reply(session, done, upload)
     return _save_and_reply(home, head, kept, lambda: _reply(session, done, upload))
@@ -214,8 +217,15 @@ def _work(
     )
 
 
+def _upload(session: Session, head: TrainHead, work: LocalWork, phase: str) -> Upload:
+    """What the algorithm sends in one exchange, a function of what the client was given."""
+    seed = derive(session.experiment.seed, "torch", head.client, head.round)
+    with torch_seeded(seed, session.device):
+        return session.strategy.look(work) if phase else session.strategy.local(work)
+
+
 def compressed(
-    session: Session, head: TrainHead, work: LocalWork, memory: State, upload: Upload, kinds: Mapping[str, Kind]
+    session: Session, head: TrainHead, memory: State, upload: Upload, kinds: Mapping[str, Kind]
 ) -> tuple[State, State]:
     """What is sent in place of an upload's vectors, and what compression remembers of it."""
     codec = session.codec

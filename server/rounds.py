@@ -210,8 +210,8 @@ class Rounds:
         if not attempt.cause:
             attempt.uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, informed)
             with _timed(attempt.seconds, "aggregate"):
-                roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
                 self._advance(round, course, attempt, quorum, informed)
+        roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
         return attempt
 
     def _ask(

@@ -65,6 +65,7 @@ class Course:
     def __post_init__(self) -> None:
         self._codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
+        self._looked: dict[str, State] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
@@ -294,6 +295,7 @@ class Course:
         state = self._applied(round, self._weighted(uploads), self.state, self.strategy.inform)
         if not all_finite(state):
             raise NotFinite(f"the first exchange of round {round} is not finite")
+        self._looked = {upload.name: upload.copies for upload in uploads}
         return state
 
     def advance(self, round: int, uploads: Sequence[Upload], informed: State | None = None) -> list[Upload]:
@@ -313,7 +315,7 @@ class Course:
             raise NotFinite(f"the compressed model of round {round} is not finite")
         self.state, self.buffers, self.downlink, self.round = state, buffers, downlink, round
         for upload in ordered:
-            self.copies |= upload.copies
+            self.copies |= upload.copies | (self._looked[upload.name] if informed is not None else {})
             self.accepted[upload.name] = round
         return ordered
 

@@ -75,7 +75,10 @@ class FlowerLoop:
         if course.strategy.survey:
             self._asked = self._messages(round, chosen, phase="survey")
             replies = grid.send_and_receive(self._asked.values(), timeout=settings.deadline_s)
-            uploads, _ = self._judge(round, replies, "survey")
+            uploads, lost = self._judge(round, replies, "survey")
+            if lost:
+                course.new_generation()
+                uploads = []
             chosen = sorted(upload.name for upload in uploads)
             try:
                 self._informed = course.inform(round, uploads) if uploads else None

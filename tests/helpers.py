@@ -13,7 +13,7 @@ from torch import Tensor
 
 from client.work import LocalWork, local_steps
 from common import tasks
-from common.compression import Codec
+from common.compression import Codec, Kind
 from common.experiment import Experiment
 from common.models import build
 from common.seeds import derive
@@ -135,17 +135,16 @@ class Simulation:
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
         course, round = self.course, self.course.round + 1
-        work, before = self.work(name), torch.get_rng_state()
-        # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
-        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, round))
-        upload = self.strategy.look(work) if phase else self.strategy.local(work)
-        torch.set_rng_state(before)
+        first: State = {}
+        if self.strategy.survey and not phase and self.codec.remembers:
+            upload = self._upload(self.work(name), name, "survey")
+            _, first = self._encode(upload, self.strategy.survey, name)
+        work = self.work(name)
+        upload = self._upload(work, name, phase)
         kinds = self.strategy.survey if phase else self.strategy.expects(work.assigned)
-        sent, residuals = self.codec.encode(
-            upload.vectors, kinds, self.memory(name), lambda g: upload_seed(self.experiment.seed, name, round, g)
-        )
+        sent, residuals = self._encode(upload, kinds, name)
         if not phase and self.strategy.memory_kind(self.experiment) != "none":
-            kept = work.remembered() | self.downlink.remember(work.received) | residuals
+            kept = work.remembered() | self.downlink.remember(work.received) | first | residuals
             self.versions[name, course.generation, round] = copies(kept)
         head = ReplyHead(
             run=course.run,
@@ -160,6 +159,20 @@ class Simulation:
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
         return course.check(round, name, reply, phase)
+
+    def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
+        before = torch.get_rng_state()
+        # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
+        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, self.course.round + 1))
+        upload = self.strategy.look(work) if phase else self.strategy.local(work)
+        torch.set_rng_state(before)
+        return upload
+
+    def _encode(self, upload: Upload, kinds: Mapping[str, Kind], name: str) -> tuple[State, State]:
+        round, seed = self.course.round + 1, self.experiment.seed
+        return self.codec.encode(
+            upload.vectors, kinds, self.memory(name), lambda group: upload_seed(seed, name, round, group)
+        )
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
