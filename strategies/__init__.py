@@ -15,10 +15,13 @@ from strategies.base import FederatedStrategy
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
 from strategies.feddyn import FedDyn
+from strategies.fedlws import FedLWS
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
+from strategies.fedzmg import FedZMG
 from strategies.hafedho import HaFedHo
 from strategies.mime import Mime, MimeLite
+from strategies.moon import Moon
 from strategies.pfedafm import PFedAFM
 from strategies.scaffold import Scaffold
 
@@ -64,6 +67,10 @@ REGISTRY: dict[str, Entry] = {
     "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
     "fedcm": Entry(FedCM, "arXiv 2106.10874"),
     "feddyn": Entry(FedDyn, "arXiv 2111.04263"),
+    "moon": Entry(Moon, "arXiv 2103.16257"),
+    "fedlws": Entry(FedLWS, "arXiv 2503.15111"),
+    "fedzmg": Entry(FedZMG, "arXiv 2602.18384"),
+    "fedsam": Entry(FedAvg, "arXiv 2206.02618", local={"sam_rho": 0.05}),
     "mime": Entry(Mime, "arXiv 2008.03606"),
     "mimelite": Entry(MimeLite, "arXiv 2008.03606"),
     "fedbn": Entry(FedAvg, "arXiv 2102.07623", personal={"parts": ["batch-norm"]}, options=UNIFORM),

@@ -53,6 +53,7 @@ class NpzSettings(Section):
     test_labels: str | None = Field(None, description="key of the central test labels")
     model: Literal["cnn", "mlp"] | None = Field(None, description="default: cnn for images, mlp for vectors")
     width: int | None = Field(None, ge=1, description="default: 32 channels (cnn) or 64 hidden units (mlp)")
+    projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
     extractor: int | None = Field(None, ge=1, description="pfedafm: width of a shared extractor beside it")
     dtype: Literal["float32", "float64"] = "float32"
     limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")

@@ -85,13 +85,31 @@ class Classification(Task):
         return {"loss": loss.item(), "accuracy": float((logits.argmax(1) == targets).sum())}
 
 
-def mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """One hidden layer with ReLU: (b, inputs) -> logits (b, outputs)."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+def mlp(inputs: int, hidden: int, outputs: int, projection: int | None = None) -> nn.Sequential:
+    """One hidden layer with ReLU, then the output of `head`: (b, inputs) -> logits (b, outputs)."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), *head(hidden, outputs, projection))
 
 
-def cnn(shape: tuple[int, ...], width: int, classes: int) -> nn.Sequential:
-    """Two blocks of convolution, BatchNorm, ReLU and pooling, then a linear layer.
+def head(features: int, outputs: int, projection: int | None) -> list[nn.Module]:
+    """The output layer; with `projection`, behind MOON's projection head of two layers of that width, whose result is
+    what it reads. (MOON's own first layer is as wide as the features: for `cnn` that would be millions of weights.)"""
+    if projection is None:
+        return [nn.Linear(features, outputs)]
+    layers = [nn.Linear(features, projection), nn.ReLU(), nn.Linear(projection, projection)]
+    return [*layers, nn.Linear(projection, outputs)]
+
+
+def check_heads(projection: int | None, extractor: int | None) -> None:
+    """Raise SettingsError for a model of two extractors with a projection head, which no algorithm trains."""
+    if projection and extractor:
+        raise SettingsError(
+            f"task.projection = {projection} beside task.extractor = {extractor}: allowed: one of them, the first for "
+            "'moon', the second for 'pfedafm'"
+        )
+
+
+def cnn(shape: tuple[int, ...], width: int, classes: int, projection: int | None = None) -> nn.Sequential:
+    """Two blocks of convolution, BatchNorm, ReLU and pooling, then the output of `head`.
 
     `shape` is (h, w) or (h, w, channels), h, w >= 8; (b, channels, h, w) -> logits (b, classes).
     """
@@ -101,7 +119,8 @@ def cnn(shape: tuple[int, ...], width: int, classes: int) -> nn.Sequential:
         # No bias: BatchNorm takes the mean out again.
         layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
         layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * width * (height // 4) * (breadth // 4), classes))
+    features = 2 * width * (height // 4) * (breadth // 4)
+    return nn.Sequential(*layers, nn.Flatten(), *head(features, classes, projection))
 
 
 def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:

@@ -13,7 +13,7 @@ from common.experiment import PartitionSettings, Section, checked
 from common.mixture import of_sequences
 from common.seeds import derive
 from common.tasks.base import Examples
-from common.tasks.classification import Classification, mlp, pick
+from common.tasks.classification import Classification, check_heads, mlp, pick
 
 
 class DigitsSettings(Section):
@@ -21,6 +21,7 @@ class DigitsSettings(Section):
 
     dtype: Literal["float32", "float64"] = "float32"
     hidden: int = Field(64, ge=1, description="units of the hidden layer")
+    projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
     extractor: int | None = Field(None, ge=1, description="pfedafm: hidden units of a shared extractor beside it")
 
 
@@ -33,7 +34,8 @@ class Digits(Classification):
     def __init__(self, options: dict[str, Any], partition: PartitionSettings, seed: int) -> None:
         settings = checked(DigitsSettings, options, "[task]")
         super().__init__(partition, seed, settings.dtype)
-        self.hidden = settings.hidden
+        check_heads(settings.projection, settings.extractor)
+        self.hidden, self.projection = settings.hidden, settings.projection
         self.extractor = settings.extractor
         self._pool, self._test = _digits(self.dtype, seed)
         _ = self.plan  # settings errors belong to the start
@@ -48,7 +50,7 @@ class Digits(Classification):
 
     def model(self) -> nn.Module:
         """Inputs (b, 64), logits (b, 10)."""
-        model = mlp(64, self.hidden, 10).to(self.dtype)
+        model = mlp(64, self.hidden, 10, self.projection).to(self.dtype)
         return of_sequences(model, mlp(64, self.extractor, self.hidden).to(self.dtype)) if self.extractor else model
 
 

@@ -16,7 +16,7 @@ from common.mixture import of_sequences
 from common.partition import split_holdout
 from common.tasks.arrays import NpzSettings, Pooled, drawn, examples_of, find, fit, opened, read_pooled, take
 from common.tasks.base import ClientData, Examples
-from common.tasks.classification import Classification, cnn, mlp, pick
+from common.tasks.classification import Classification, check_heads, cnn, mlp, pick
 
 REPRESENTATION = 128
 """Numbers between extractors and head of a mixture."""
@@ -34,6 +34,7 @@ class Npz(Classification):
     def __init__(self, options: dict[str, Any], partition: PartitionSettings, seed: int) -> None:
         self.settings = checked(NpzSettings, options, "[task]")
         super().__init__(partition, seed, self.settings.dtype)
+        check_heads(self.settings.projection, self.settings.extractor)
         if self.settings.shape is None or self.settings.classes is None:
             _ = self.plan  # settings errors belong to the start
         if len(self.shape) not in (1, 2, 3) or min(self.shape) < 1:
@@ -113,13 +114,13 @@ class Npz(Classification):
         """Logits (b, classes) from what `features` gives."""
         width, small = self.settings.width or (64 if self.kind == "mlp" else 32), self.settings.extractor
         if small is None:
-            return self._network(width, self.classes)
+            return self._network(width, self.classes, self.settings.projection)
         # The cnn's own representation is too wide for a shared extractor to be small.
         head = nn.Linear(REPRESENTATION, self.classes, dtype=self.dtype)
         full = nn.Sequential(*self._network(width, REPRESENTATION), nn.ReLU(), head)
         return of_sequences(full, self._network(small, REPRESENTATION))
 
-    def _network(self, width: int, outputs: int) -> nn.Sequential:
-        inputs = int(np.prod(self.shape))
-        made = mlp(inputs, width, outputs) if self.kind == "mlp" else cnn(self.shape, width, outputs)
-        return made.to(self.dtype)
+    def _network(self, width: int, outputs: int, projection: int | None = None) -> nn.Sequential:
+        if self.kind == "mlp":
+            return mlp(int(np.prod(self.shape)), width, outputs, projection).to(self.dtype)
+        return cnn(self.shape, width, outputs, projection).to(self.dtype)
