@@ -63,9 +63,8 @@ class Session:
         settle(experiment.local)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            model = build(task, experiment.seed, target, experiment.personal.parts)
             strategy = create(experiment)
-            strategy.check_model(task, model.module)
+            model = build(task, experiment.seed, target, experiment.personal.parts, strategy.check_model)
             held = _sessions[target] = cls(
                 text,
                 experiment,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -21,11 +21,17 @@ KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-def build(task: Task, seed: int, device: torch.device | str = "cpu", personal: Sequence[str] = ()) -> FlatModel:
+def build(
+    task: Task,
+    seed: int,
+    device: torch.device | str = "cpu",
+    personal: Sequence[str] = (),
+    check: Callable[[Task, nn.Module], None] = lambda task, module: None,
+) -> FlatModel:
     """The task's model with the run's initial weights, flat, on `device`; `personal`: parts that are not shared, as in
     `[personal] parts`. Torch's own generator is left as it was.
 
-    Raises SettingsError if the task's model cannot be built or has no such part.
+    Raises SettingsError if the task's model cannot be built, is not one that `check` lets pass or has no such part.
     """
     with torch_seeded(derive(seed, "model"), torch.device("cpu")):
         try:
@@ -36,6 +42,7 @@ def build(task: Task, seed: int, device: torch.device | str = "cpu", personal: S
             raise SettingsError(f"{type(task).__name__}.model() raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a torch.nn.Module")
+    check(task, module)
     return FlatModel(module, device, personal_names(task, module, personal))
 
 

@@ -23,6 +23,5 @@ def prepare(experiment: Experiment) -> Prepared:
     most = settings.sample or clients
     if most and settings.quorum is not None and settings.quorum > most:
         raise SettingsError(f"round.quorum = {settings.quorum} is more than the {most} clients of a round")
-    model = build(task, experiment.seed, personal=experiment.personal.parts)
-    strategy.check_model(task, model.module)
+    model = build(task, experiment.seed, personal=experiment.personal.parts, check=strategy.check_model)
     return Prepared(experiment, strategy, task, model)

@@ -68,8 +68,8 @@ class Simulation:
         self.experiment = experiment = resolve(experiment)
         self.strategy = create(experiment)
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
-        self.model = build(self.task, experiment.seed, personal=experiment.personal.parts)
-        self.strategy.check_model(self.task, self.model.module)
+        parts = experiment.personal.parts
+        self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
         self.course = Course.begin(self.strategy, experiment, "run", self.model)
         self.codec = Codec(experiment.compression, self.model.layout)
         self.downlink = Downlink(self.strategy, experiment, self.model.layout)
