@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,7 @@ from common.errors import SettingsError
 from common.names import NAME
 
 M = TypeVar("M", bound=BaseModel)
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -68,7 +69,7 @@ class LocalSettings(Section):
     lr: float = Field(0.1, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy ball of sgd, its buffer zero at the round's start")
     nesterov: bool = Field(False, description="of sgd and muon")
-    betas: tuple[float, float] = Field((0.9, 0.99), strict=False, description="muon, normalized: the first alone")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="muon, normalized: the first alone")
     eps: float = Field(1e-8, gt=0)
     bias_correction: bool = Field(True, description="of Adam's and SOAP's moments; FA-GC's formula has none")
     moments: Literal["reset", "keep"] = Field("reset", description="the optimizer's state from round to round")
@@ -76,7 +77,9 @@ class LocalSettings(Section):
         "none", description="muon's step times 1, sqrt(max(1, rows/cols)) or 0.2 sqrt(max(rows, cols))"
     )
     muon_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz steps")
-    aux_lr: float | None = Field(None, gt=0, description="muon, soap: rate of Adam for what is no matrix; default: lr")
+    aux_lr: float | None = Field(
+        None, gt=0, description="muon, soap: rate of Adam for what is no matrix, follows the schedule; default: lr"
+    )
     precondition_every: int = Field(10, ge=1, description="soap: steps between refreshes of the eigenbases")
     sam_rho: float = Field(0.0, ge=0, description="> 0: sharpness-aware steps, gradients at w + rho g/|g| (FedSAM)")
     weight_decay: float = Field(0.0, ge=0)
