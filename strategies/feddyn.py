@@ -34,9 +34,9 @@ class FedDyn(FederatedStrategy):
 
     alpha (alpha > 0, default 0.01; the paper tries 0.001 to 0.1): small alpha moves far in a round, as -h/alpha adds
     all that clients moved so far. With many clients and few in a round h grows: larger alpha holds it.
-    server: sgd with lr <= 1 alone. x is the minimizer of the server's problem, and -h/alpha sums all rounds already;
-    a second memory has no meaning, shorter steps have: one quadratic of curvature a solved exactly contracts by
-    alpha/(a + alpha) at lr = 1, and is stable below 4/3.
+    server: sgd with lr <= 1 alone. x is the minimizer of the server's own problem, and -h/alpha sums all rounds
+    already: a further memory has no meaning. Shorter steps have, they rest at the same point. (Clients that solve
+    their problems exactly, of one curvature a, approach by alpha/(a + alpha) a round at lr = 1.)
 
     Clipping bounds the gradient of the whole local objective, so that it is idle at rest. The official code clips
     g - lambda_i - alpha x and adds alpha y as weight decay; it stores -lambda_i/alpha. Its x ("cloud model") is this
