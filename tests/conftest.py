@@ -12,8 +12,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason. Whole tables run only where a marker is asked for."""
+    if not config.option.markexpr:
+        whole = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if item not in set(whole)]
     missing = {
         "data": None if os.environ.get("FEDKEEL_DATA") else "FEDKEEL_DATA names no folder",
         "gpu": None if torch.cuda.is_available() else "no CUDA device",

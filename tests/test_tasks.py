@@ -106,7 +106,7 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_task_of_ones_own_gets_its_options() -> None:
     task = create(name="sites_of_mine:good", units=5)
     assert isinstance(task, Digits)
-    assert task.hidden == 5
+    assert task.settings.hidden == 5
 
 
 @pytest.mark.usefixtures("custom")

@@ -7,26 +7,29 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
+from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
 from common.mixture import of_sequences
 from common.seeds import derive
 from common.tasks.base import Examples
-from common.tasks.classification import Classification, check_heads, mlp, pick
+from common.tasks.classification import Classification, check_heads, cnn, mlp, pick
 
 
 class DigitsSettings(Section):
     """`[task] name = "digits"`."""
 
     dtype: Literal["float32", "float64"] = "float32"
-    hidden: int = Field(64, ge=1, description="units of the hidden layer")
+    model: Literal["mlp", "cnn"] = Field("mlp", description="cnn: two convolutions with BatchNorm")
+    hidden: int = Field(64, ge=1, description="units of the mlp's hidden layer")
+    width: int = Field(16, ge=1, description="channels of the cnn's first convolution")
     projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
     extractor: int | None = Field(None, ge=1, description="pfedafm: hidden units of a shared extractor beside it")
 
 
 class Digits(Classification):
-    """8x8 images as 64 numbers in [0, 1], a multilayer perceptron 64-hidden-10.
+    """8x8 images as 64 numbers in [0, 1]; a multilayer perceptron 64-hidden-10, or a small convolutional network.
 
     The seed draws the 359 central test images; the other 1,438 are partitioned.
     """
@@ -35,8 +38,9 @@ class Digits(Classification):
         settings = checked(DigitsSettings, options, "[task]")
         super().__init__(partition, seed, settings.dtype)
         check_heads(settings.projection, settings.extractor)
-        self.hidden, self.projection = settings.hidden, settings.projection
-        self.extractor = settings.extractor
+        self.settings = settings
+        if settings.extractor and settings.model != "mlp":
+            raise SettingsError(f"task.extractor = {settings.extractor} beside task.model = 'cnn'; allowed: 'mlp'")
         self._pool, self._test = _digits(self.dtype, seed)
         _ = self.plan  # settings errors belong to the start
 
@@ -49,9 +53,16 @@ class Digits(Classification):
         return self._test
 
     def model(self) -> nn.Module:
-        """Inputs (b, 64), logits (b, 10)."""
-        model = mlp(64, self.hidden, 10, self.projection).to(self.dtype)
-        return of_sequences(model, mlp(64, self.extractor, self.hidden).to(self.dtype)) if self.extractor else model
+        """Logits (b, 10) from what `features` gives."""
+        given = self.settings
+        if given.model == "cnn":
+            return cnn((8, 8), given.width, 10, given.projection).to(self.dtype)
+        model = mlp(64, given.hidden, 10, given.projection).to(self.dtype)
+        return of_sequences(model, mlp(64, given.extractor, given.hidden).to(self.dtype)) if given.extractor else model
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Inputs (b, 64) for the mlp, (b, 1, 8, 8) for the cnn."""
+        return inputs if self.settings.model == "mlp" else inputs.view(-1, 1, 8, 8)
 
 
 def _digits(dtype: torch.dtype, seed: int) -> tuple[Examples, Examples]:
