@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from client.app import app
 from common import wire
 from common.experiment import Experiment, PartitionSettings
+from common.mixture import Mixture
 from common.tasks.base import ClientData, Examples, Task
 from common.vector import State
 from server.checkpoint import Checkpoint, read
@@ -46,13 +47,19 @@ class Net(nn.Module):
 
 
 class Toy(Task):
-    """Client i holds `sizes[i]` examples; the loss of client `broken` raises an exception."""
+    """Client i holds `sizes[i]` examples; the loss of client `broken` raises an exception. `mixture`: as pFedAFM."""
 
-    def __init__(self, sizes: Sequence[int], broken: str) -> None:
-        self.sizes, self.broken = sizes, broken
+    def __init__(self, sizes: Sequence[int], broken: str, mixture: bool) -> None:
+        self.sizes, self.broken, self.mixture = sizes, broken, mixture
 
     def model(self) -> nn.Module:
-        return Net()
+        if not self.mixture:
+            return Net()
+        private, shared = (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.ReLU()) for _ in range(2))
+        return Mixture(private, shared, nn.Linear(4, 2), 4, torch.float32)
+
+    def output_layer(self, model: nn.Module) -> nn.Module | None:
+        return model.head if isinstance(model, Mixture) else model.get_submodule("linear")
 
     def names(self) -> list[str]:
         return [str(i) for i in range(len(self.sizes))]
@@ -74,13 +81,13 @@ class Toy(Task):
 
 def task(options: dict[str, Any], partition: PartitionSettings, seed: int) -> Task:
     """`[task] name = "tests.faults:task"`."""
-    return Toy(options.get("sizes", SIZES), options.get("broken", ""))
+    return Toy(options.get("sizes", SIZES), options.get("broken", ""), options.get("mixture", False))
 
 
 def toy(strategy: str = "fedavg", **tables: Any) -> Experiment:
     """An experiment on this task: five clients, all of them in each of three rounds."""
     values = {"rounds": 3, "strategy": {"name": strategy}, "local": {"lr": 0.2, "batch_size": 4}, **tables}
-    values["task"] = {"name": "tests.faults:task", **tables.get("task", {})}
+    values["task"] = {"name": "tests.faults:task", "mixture": strategy == "pfedafm", **tables.get("task", {})}
     return Experiment.model_validate({"evaluate": {"clients": "none"}, **values})
 
 

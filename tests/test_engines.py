@@ -26,6 +26,7 @@ from server.inprocess import InProcessGrid, grid
 from server.launch import SuperLink
 from server.processes import Family, stop
 from strategies import REGISTRY
+from tests.helpers import ON_DIGITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,6 +49,7 @@ def experiment(algorithm: str) -> Experiment:
         local.epochs = 2
         round.sample = 3
         round.deadline_s = {DEADLINE_S}
+        {ON_DIGITS.get(algorithm, "")}
         """
     )
 

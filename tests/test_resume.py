@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from server.inprocess import InProcessGrid
 from server.stopping import Stop, Stopped
 from strategies import REGISTRY
 from tests.faults import Ran, ran, run, toy
+from tests.helpers import ON_DIGITS
 
 ROOT = Path(__file__).resolve().parents[1]
 UNLIKE = ("seconds", "bytes_down", "late")  # time, versions to keep, and what is counted by a process
@@ -29,19 +31,20 @@ UNLIKE = ("seconds", "bytes_down", "late")  # time, versions to keep, and what i
 
 def digits(algorithm: str, rounds: int = 10, **tables: Any) -> Experiment:
     """Six clients of unequal size, three of them in a round."""
-    return Experiment.model_validate(
-        {
-            "name": "resume",
-            "seed": 5,
-            "rounds": rounds,
-            "partition": {"kind": "dirichlet", "alpha": 0.3, "clients": 6},
-            "task": {"hidden": 8},
-            "strategy": {"name": algorithm},
-            "local": {"lr": 0.05, "batch_size": 64},
-            "round": {"sample": 3},
-            **tables,
-        }
-    )
+    values = {
+        "name": "resume",
+        "seed": 5,
+        "rounds": rounds,
+        "partition": {"kind": "dirichlet", "alpha": 0.3, "clients": 6},
+        "task": {"hidden": 8},
+        "strategy": {"name": algorithm},
+        "local": {"lr": 0.05, "batch_size": 64},
+        "round": {"sample": 3},
+        **tables,
+    }
+    for table, more in tomllib.loads(ON_DIGITS.get(algorithm, "")).items():
+        values[table] = {**values.get(table, {}), **more}
+    return Experiment.model_validate(values)
 
 
 def grid(folder: Path) -> InProcessGrid:
