@@ -69,6 +69,7 @@ class LocalWork:
         self._watched = 0
         self._forward = Forward(task, model, settings)
         self._optimizer_state: State = {}
+        self._clippable = model.gradient[:0]
         self._order = generator(seed, "batches", name, round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
@@ -105,7 +106,7 @@ class LocalWork:
     def steps(
         self,
         *,
-        clip: Literal["after", "before"] = "after",
+        clip: Literal["after", "before", "none"] = "after",
         yields: Literal["gradient", "direction"] = "gradient",
         part: Part = "all",
         extra: Callable[[Tensor, Any], Tensor] | None = None,
@@ -130,7 +131,7 @@ class LocalWork:
         self,
         part: Part,
         budget: int | None,
-        clip: Literal["after", "before"] = "after",
+        clip: Literal["after", "before", "none"] = "after",
         yields: Literal["gradient", "direction"] = "gradient",
         extra: Callable[[Tensor, Any], Tensor] | None = None,
         reference: Tensor | None = None,
@@ -140,6 +141,7 @@ class LocalWork:
         model, settings, forward = self._model, self._settings, self._forward
         stepper = _Stepper(settings, self._task, model, self.lr, part, yields, self.memory)
         shown = model.gradient if part == "all" else stepper.gradient
+        self._clippable = stepper.gradient
         proximal = self.received["model"] if self.proximal_mu and part != "personal" else None
         model.module.train()
         for batch, single in self._batches(budget):
@@ -152,13 +154,13 @@ class LocalWork:
                 if settings.sam_rho:
                     forward.sharpen(batch, extra, stepper.gradient)
             if clip == "before":
-                self._clip(stepper.gradient)
+                self.clip()
             if yields == "gradient":
                 yield shown
             if proximal is not None:
                 model.gradient.add_(model.vector - proximal, alpha=self.proximal_mu)
             if clip == "after":
-                self._clip(stepper.gradient)
+                self.clip()
             yield from stepper.step()
             if settings.step_decay != 1.0:
                 stepper.optimizer.decay(settings.step_decay)
@@ -167,6 +169,13 @@ class LocalWork:
         model.check_views()
         if settings.moments == "keep":
             self._optimizer_state |= stepper.state()
+
+    def clip(self) -> None:
+        """Bound the gradient just yielded, with that of the personal part in training, by `clip_norm`."""
+        bound, gradient = self._settings.clip_norm, self._clippable
+        if bound is not None:
+            # Without a branch on the norm, so that a GPU need not wait for it.
+            gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp_(max=1.0))
 
     def delta(self) -> Tensor:
         """w_local - w_received (d,); it points downhill."""
@@ -224,12 +233,6 @@ class LocalWork:
     def _batch(self, index: Tensor) -> Any:
         batch = self._data.train.batch(index)
         return channels_last(batch) if self._settings.channels_last else batch
-
-    def _clip(self, gradient: Tensor) -> None:
-        bound = self._settings.clip_norm
-        if bound is not None:
-            # Without a branch on the norm, so that a GPU need not wait for it.
-            gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp_(max=1.0))
 
     def _batches(self, budget: int | None) -> Iterator[tuple[Any, bool]]:
         """So many batches, or the round's, each with whether BatchNorm could not take it (one example)."""

@@ -119,7 +119,7 @@ class Work(Protocol):
     def steps(
         self,
         *,
-        clip: Literal["after", "before"] = "after",
+        clip: Literal["after", "before", "none"] = "after",
         yields: Literal["gradient", "direction"] = "gradient",
         part: Part = "all",
         extra: Callable[[Tensor, Any], Tensor] | None = None,
@@ -128,14 +128,18 @@ class Work(Protocol):
     ) -> Iterator[Tensor]:
         """Run the local steps, yielding each raw gradient (d,) before the optimizer sees it; change it in place.
 
-        With `clip="before"` the gradient is clipped before it is yielded, else after. The proximal term is added
-        after the yield in either case. With `yields="direction"` the optimizer comes first and its direction d (d,) of
-        the step w <- w - lr d is yielded. With `part` only that part of the model moves, and its gradient is yielded.
+        With `clip="before"` the gradient is clipped before it is yielded, else after; with "none" only where `clip()`
+        is called. The proximal term is added after the yield in any case. With `yields="direction"` the optimizer comes
+        first and its direction d (d,) of the step w <- w - lr d is yielded. With `part` only that part of the model
+        moves, and its gradient is yielded.
 
         extra: called with the input of the model's output layer (b, r) and the batch; its value joins the loss.
         reference: a model (d,); `reference_gradient` is the gradient there, on the same batch and dropout masks.
         after: called after each step.
         """
+
+    def clip(self) -> None:
+        """Bound the gradient just yielded by `clip_norm`, in place."""
 
     def delta(self) -> Tensor:
         """w_local - w_received, a new vector (d,); it points downhill."""
