@@ -30,7 +30,8 @@ def test_batch_norm_with_a_last_batch_of_one(strategy: str) -> None:
         assert not torch.equal(buffers[STATISTICS], torch.cat([torch.zeros(8), torch.ones(8)]))
     assert torch.equal(simulation.model.module[0].weight, frozen)
     assert simulation.x.numel() == 8 + 8 + 8 * 3 + 3
-    assert [len(batch) for batch in simulation.task.batches] == [2, 3] * 4
+    passes = 2 if strategy in ("fedsam", "mime") else 1  # at another point too
+    assert [len(batch) for batch in simulation.task.batches] == ([2] * passes + [3] * passes) * 4
 
 
 def test_a_client_of_one_example_trains_on_running_statistics() -> None:
