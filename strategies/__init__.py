@@ -1,4 +1,5 @@
-"""The registry of algorithms. A named variant is a composition: an algorithm with optimizers, personal parts or compression."""
+"""The registry of algorithms. A named variant is a composition: an algorithm with optimizers, personal parts or
+compression."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, Section, StrategySettings, checked
 from common.mixture import PRIVATE
 from strategies.base import FederatedStrategy
+from strategies.fagc import FAGC, FANT
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
 from strategies.feddyn import FedDyn
@@ -24,7 +26,6 @@ from strategies.mime import Mime, MimeLite
 from strategies.moon import Moon
 from strategies.pfedafm import PFedAFM
 from strategies.scaffold import Scaffold
-
 
 Table = Mapping[str, Any]
 
@@ -46,6 +47,9 @@ class Entry:
     options: Table = field(default_factory=dict)
     fixed: tuple[str, ...] = ("server", "local")
 
+
+# FA-GC's formula, and LocalAdam with the same, so that a comparison shows the correction alone.
+ADAM = {"optimizer": "adam", "lr": 1e-3, "bias_correction": False}
 
 # Cross-silo: few clients, long rounds, inner moments that stay with each, Nesterov momentum outside.
 OUTER = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
@@ -71,6 +75,9 @@ REGISTRY: dict[str, Entry] = {
     "fedlws": Entry(FedLWS, "arXiv 2503.15111"),
     "fedzmg": Entry(FedZMG, "arXiv 2602.18384"),
     "fedsam": Entry(FedAvg, "arXiv 2206.02618", local={"sam_rho": 0.05}),
+    "fagc": Entry(FAGC, "arXiv 2502.02727", local=ADAM, fixed=()),
+    "fant": Entry(FANT, "arXiv 2502.02727", local=ADAM, fixed=()),
+    "localadam": Entry(FedAvg, "arXiv 2106.02305", local=ADAM, options=UNIFORM),
     "mime": Entry(Mime, "arXiv 2008.03606"),
     "mimelite": Entry(MimeLite, "arXiv 2008.03606"),
     "fedbn": Entry(FedAvg, "arXiv 2102.07623", personal={"parts": ["batch-norm"]}, options=UNIFORM),
