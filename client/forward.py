@@ -81,14 +81,14 @@ class Forward:
             self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
 
     def gradient_at(self, point: Tensor, batch: Any) -> Tensor:
-        """The gradient (d,) at another shared model (d,), a new vector. Buffers and random numbers stay as they are, so
+        """The gradient (d + k,) at another shared model (d,), a new vector. Buffers and random numbers stay as they are, so
         that the pass that follows draws the same dropout masks."""
         start = self._random_state()
         with self._elsewhere():
             self._model.vector.copy_(point)
             self._backward(self.loss(batch))
         self._set_random_state(start)
-        return self._model.gradient.clone()
+        return self._model.whole_gradient.clone()
 
     def sharpen(self, batch: Any, extra: Extra | None, gradient: Tensor) -> None:
         """In place of the gradient g of the part in training, the one at w + rho g / |g| (SAM), with the same dropout

@@ -149,7 +149,10 @@ class LocalWork:
             self._watch(self._watched)
             with normalization_frozen(model.module, single):
                 if reference is not None:
-                    self.reference_gradient = forward.gradient_at(reference, batch)
+                    there = forward.gradient_at(reference, batch)[: len(stepper.gradient)]
+                    if clip == "before":
+                        self._bound(there)
+                    self.reference_gradient = there[: len(model.vector)]
                 self._loss_sum += forward.backward(batch, extra)
                 if settings.sam_rho:
                     forward.sharpen(batch, extra, stepper.gradient)
@@ -172,7 +175,10 @@ class LocalWork:
 
     def clip(self) -> None:
         """Bound the gradient just yielded, with that of the personal part in training, by `clip_norm`."""
-        bound, gradient = self._settings.clip_norm, self._clippable
+        self._bound(self._clippable)
+
+    def _bound(self, gradient: Tensor) -> None:
+        bound = self._settings.clip_norm
         if bound is not None:
             # Without a branch on the norm, so that a GPU need not wait for it.
             gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp_(max=1.0))

@@ -134,7 +134,8 @@ class Work(Protocol):
         moves, and its gradient is yielded.
 
         extra: called with the input of the model's output layer (b, r) and the batch; its value joins the loss.
-        reference: a model (d,); `reference_gradient` is the gradient there, on the same batch and dropout masks.
+        reference: a model (d,); `reference_gradient` is the gradient there, on the same batch and dropout masks, with
+          `clip="before"` clipped too.
         after: called after each step.
         """
 
