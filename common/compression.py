@@ -17,8 +17,9 @@ Client i sends the vector v (its change of the model, say), t a round in which i
     ef14    u = decay e_i + v;  sends C(u);  e_i <- u - C(u).  v is made with the learning rate in it, so the rate is
             *inside* the memory: when it falls, e_i keeps the old scale. That is meant: it is distance still owed.
             Without decay sum_t sent = sum_t v - e_i: what a receiver adds up for ever (the trackers' dc_i, kind
-            "increment") is behind by e_i and no more. (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847; with
-            local steps Qsparse-local-SGD, arXiv 1906.02367, and FedCAMS, arXiv 2205.02719; decay as MuLoCo's code.)
+            "increment", of which nothing decays) is behind by e_i and no more. (Seide et al. 2014; Karimireddy et al.,
+            arXiv 1901.09847; with local steps Qsparse-local-SGD, arXiv 1906.02367, and FedCAMS, arXiv 2205.02719; decay
+            as MuLoCo's code.)
     ef21    h_i <- h_i + C(v - h_i) on both sides, and h_i stands for v; h_i = v at first, sent whole. C(v - h_i) -> 0
             where v settles, as e_i does not. (Richtarik et al., arXiv 2106.05203.) It costs the server a vector for
             each client and each vector that it sends. Increments take ef14: they have nothing to settle at.
@@ -348,7 +349,8 @@ class Codec:
         if not self.active:
             return dict(vectors), {}
         sent: State = {}
-        kept: State = {}
+        # What is not sent in this round keeps its memory.
+        kept = {name: value for name, value in memory.items() if name.startswith(("residual.", "copy."))}
         for group, vector in vectors.items():
             if kinds[group] == "scalar":
                 sent[group] = vector
@@ -365,7 +367,7 @@ class Codec:
         if self._tracks(kind):
             vector = vector - memory[copy]
         elif self.remembers and residual in memory:
-            vector = vector.add(memory[residual], alpha=self._decay)
+            vector = vector.add(memory[residual], alpha=1.0 if kind == "increment" else self._decay)
         parts = self._compressor.encode(_checked(group, vector), seed)
         if not self.remembers:
             return parts, {}
