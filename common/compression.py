@@ -349,8 +349,9 @@ class Codec:
         if not self.active:
             return dict(vectors), {}
         sent: State = {}
-        # What is not sent in this round keeps its memory.
-        kept = {name: value for name, value in memory.items() if name.startswith(("residual.", "copy."))}
+        kept: State = {}
+        if self.remembers:  # also of what is not sent in this round
+            kept |= {name: value for name, value in memory.items() if name.startswith(("residual.", "copy."))}
         for group, vector in vectors.items():
             if kinds[group] == "scalar":
                 sent[group] = vector
