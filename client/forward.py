@@ -81,8 +81,8 @@ class Forward:
             self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
 
     def gradient_at(self, point: Tensor, batch: Any) -> Tensor:
-        """The gradient (d + k,) at another shared model (d,), a new vector. Buffers and random numbers stay as they are, so
-        that the pass that follows draws the same dropout masks."""
+        """The gradient (d + k,) at another shared model (d,), a new vector. Buffers and random numbers stay as they
+        are, so that the pass that follows draws the same dropout masks."""
         start = self._random_state()
         with self._elsewhere():
             self._model.vector.copy_(point)
