@@ -293,7 +293,7 @@ class Rounds:
 
     def _record(self, round: int, course: Course, attempt: Attempt, void: list[Record], exchange: Exchange) -> Record:
         uploads = attempt.uploads
-        leading = next(iter(self._strategy.payload))
+        leading = next(iter(self._strategy.expects({})))
         norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
         drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
         return {

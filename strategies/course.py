@@ -102,7 +102,8 @@ class Course:
         self.known |= new
         after = self._mass()
         if before and after != before:
-            self.state |= {name: self.state[name] * (before / after) for name in self.strategy.trackers}
+            held = [name for name in self.strategy.trackers if name in self.state]
+            self.state |= {name: self.state[name] * (before / after) for name in held}
 
     def _mass(self) -> int:
         """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
