@@ -24,8 +24,10 @@ from strategies.fedzmg import FedZMG
 from strategies.hafedho import HaFedHo
 from strategies.mime import Mime, MimeLite
 from strategies.moon import Moon
+from strategies.padamfed import PAdaMFed
 from strategies.pfedafm import PFedAFM
 from strategies.scaffold import Scaffold
+from strategies.scaffoldm import ScaffoldM
 
 Table = Mapping[str, Any]
 
@@ -67,7 +69,10 @@ REGISTRY: dict[str, Entry] = {
     "fedams": Entry(FedAvg, "arXiv 2205.02719", {"optimizer": "ams", "lr": 0.01}),
     "fedprox": Entry(FedProx, "arXiv 1812.06127"),
     "fednova": Entry(FedNova, "arXiv 2007.07481"),
+    "fednovavr": Entry(FedNova, "arXiv 2007.07481", options={"vr": "compensated"}),
     "scaffold": Entry(Scaffold, "arXiv 1910.06378"),
+    "scaffoldm": Entry(ScaffoldM, "arXiv 2306.16504"),
+    "padamfed": Entry(PAdaMFed, "ICLR 2025"),
     "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
     "fedcm": Entry(FedCM, "arXiv 2106.10874"),
     "feddyn": Entry(FedDyn, "arXiv 2111.04263"),

@@ -6,11 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from common import server_optimizers
+from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State, weighted_sum
-from strategies.base import FederatedStrategy, Kind, Upload, Work, hyperparameters, require_sgd
+from strategies.base import (
+    FederatedStrategy,
+    Kind,
+    MemoryKind,
+    Upload,
+    Work,
+    cohort_mean,
+    hyperparameters,
+    require_sgd,
+    tracker_change,
+)
 
 
 @hyperparameters
@@ -24,24 +36,84 @@ class FedNova(FederatedStrategy):
     (1 - (1 - alpha)^tau)/alpha; decay gamma (1 - gamma^tau)/(1 - gamma). The official code counts momentum and
     proximal term twice when both are on, and then uses sum p_i tau_i as tau_eff.
     Weight decay counts as part of the gradient, not of a_i. Adam's steps are not linear in its gradients: refused.
+    Momentum starts at zero each round, as a_i does; one that is kept would move clients of few steps further than a_i.
+
+    vr: cross-client variance reduction (with local momentum: of the corrected gradients). Each gradient becomes
+    g + c_i before the optimizer sees it, c_i = Dbar - D_i fixed for the round, Dbar = sum_i q_i D_i over all clients
+    (q_i = n_i/n or 1/N; absent ones keep D_i; zero at first). The weights of d_i add up to 1, so d_i = gbar_i + c_i
+    with the path's mean raw gradient gbar_i.
+
+    * "compensated": D_i <- d_i - c_i = gbar_i. Rest: D_i = g_i(x) and Dbar = 0, so every g + c_i is zero: the
+      minimizer of what is averaged, whatever the steps, exactly. D_i^+ - D_i = d_i - Dbar, so the server follows
+      with Dbar <- Dbar + sum_S q_i (d_i - Dbar): x and Dbar down, d_i up (not Delta_i: in Dbar they add up for ever,
+      and what compression still owes must not change with the rate). 3 S vectors in a round. Equal steps of plain SGD
+      make it SCAFFOLD.
+    * "literal", as printed: D_i <- d_i, which holds c_i once more: D_i^+ = gbar_i + Dbar - D_i. The error of D_i
+      does not decay but alternates, and about half of the drift remains: for comparison. Sends d_i - D_i too, 4 S.
+    * "none": as the official code, which has no variance reduction. 2 S.
     """
 
     weights: Literal["uniform", "data"] = "data"
+    vr: Literal["none", "compensated", "literal"] = "none"
+
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "response": "scalar"}
+    trackers: ClassVar[tuple[str, ...]] = ("direction",)
+
+    def init(self, model: Tensor) -> State:
+        """With vr Dbar = 0."""
+        return super().init(model) | ({} if self.vr == "none" else {"direction": torch.zeros_like(model)})
+
+    def broadcast(self, state: State) -> State:
+        """x, and with vr Dbar."""
+        return {name: state[name] for name in ("model", "direction") if name in state}
+
+    def expects(self, assigned: Mapping[str, float]) -> Mapping[str, Kind]:
+        """With vr d_i; if literal, the change of D_i too."""
+        if self.vr == "none":
+            return self.payload
+        if self.vr == "compensated":
+            return {"direction": "increment", "response": "scalar"}
+        return {"direction": "vector", "change": "increment", "response": "scalar"}
+
+    def memory_kind(self, experiment: Experiment) -> MemoryKind:
+        """D_i belongs to Dbar."""
+        return super().memory_kind(experiment) if self.vr == "none" else "bound"
 
     def local(self, work: Work) -> Upload:
-        """K local steps; also sends a_i."""
-        for _ in work.steps():
-            pass
-        return work.upload(delta=work.delta(), response=torch.tensor(work.unit_response(), dtype=torch.float64))
+        """tau_i local steps; sends a_i with Delta_i or d_i, and with vr keeps D_i^+."""
+        if self.vr == "none":
+            for _ in work.steps():
+                pass
+            return work.upload(delta=work.delta(), response=_scalar(work.unit_response()))
+        own, mean = work.memory.get("direction"), work.received["direction"]
+        correction = mean if own is None else mean - own
+        for gradient in work.steps():
+            gradient += correction
+        response = work.unit_response()
+        direction = work.delta().div_(-work.lr * response)
+        if self.vr == "compensated":
+            work.keep(direction=direction - correction)
+            return work.upload(direction=direction, response=_scalar(response))
+        work.keep(direction=direction)
+        change = direction if own is None else direction - own
+        return work.upload(direction=direction, change=change, response=_scalar(response))
 
     def aggregate(self, state: State, uploads: Sequence[Upload]) -> State:
-        """A server step along D = tau_eff sum p_i Delta_i / a_i."""
+        """A server step along D = tau_eff sum p_i Delta_i / a_i; then Dbar."""
         responses = [float(u.vectors["response"]) for u in uploads]
         effective = sum(u.weight * a for u, a in zip(uploads, responses, strict=True))
-        scales = [u.weight * effective / a for u, a in zip(uploads, responses, strict=True)]
-        change = weighted_sum([u.vectors["delta"] for u in uploads], scales)
-        return state | server_optimizers.step(self.server, state, change)
+        if self.vr == "none":
+            scales = [u.weight * effective / a for u, a in zip(uploads, responses, strict=True)]
+            change = weighted_sum([u.vectors["delta"] for u in uploads], scales)
+            return state | server_optimizers.step(self.server, state, change)
+        change = cohort_mean(uploads, "direction").mul_(-uploads[0].lr * effective)
+        mean = state["direction"]
+        if self.vr == "literal":
+            mean = mean + tracker_change(uploads, "change")
+        else:
+            sampled = sum(u.tracker_weight for u in uploads)
+            mean = torch.add(tracker_change(uploads, "direction"), mean, alpha=1 - sampled)
+        return state | server_optimizers.step(self.server, state, change) | {"direction": mean}
 
     def check_upload(self, vectors: State) -> None:
         """a_i divides."""
@@ -49,5 +121,14 @@ class FedNova(FederatedStrategy):
             raise ValueError(f"response a_i = {float(vectors['response'])} is not positive")
 
     def check(self, experiment: Experiment) -> None:
-        """Only optimizers that are linear in the gradients have an a_i."""
+        """Only optimizers that are linear in the gradients and start anew have an a_i."""
         require_sgd("fednova", experiment, "its steps are not linear in the gradients, so ||a_i||_1 is undefined")
+        if experiment.local.moments == "keep":
+            raise SettingsError(
+                "local.moments = 'keep' has no meaning with strategy.name = 'fednova': a_i is the response of a "
+                "momentum that is zero at the round's start; allowed: 'reset'"
+            )
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
