@@ -158,11 +158,11 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         received = receive(session, message, memory or {}, head.round, head.digest)
     except NotHeld as error:
         return reply_content(replace(reply, status="memory-lost", reason=str(error)))
-    watch, first = policy.watch(), State()
+    watch, held = policy.watch(), memory or {}
     if strategy.survey and not head.phase and session.codec.remembers:
         # Anew what the first exchange sent, to the bit: a client keeps nothing in between.
         work = _work(session, head, data, received, memory or {}, message, watch)
-        _, first = compressed(session, head, memory or {}, _upload(session, head, work, "survey"), strategy.survey)
+        _, held = compressed(session, head, held, _upload(session, head, work, "survey"), strategy.survey)
     work = _work(session, head, data, received, memory or {}, message, watch)
     upload = _upload(session, head, work, head.phase)
     policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
@@ -171,11 +171,11 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     stage[0] = "save"
     done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
     if head.phase:
-        sent, _ = compressed(session, head, memory or {}, upload, strategy.survey)
+        sent, _ = compressed(session, head, held, upload, strategy.survey)
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)
-    sent, residuals = compressed(session, head, memory or {}, upload, strategy.expects(work.assigned))
-    upload, kept = replace(upload, vectors=sent), kept | first | residuals
+    sent, residuals = compressed(session, head, held, upload, strategy.expects(work.assigned))
+    upload, kept = replace(upload, vectors=sent), kept | residuals
     if kind == "none":
         return _reply(session, done, upload)
     return _save_and_reply(home, head, kept, lambda: _reply(session, done, upload))

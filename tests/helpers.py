@@ -139,16 +139,16 @@ class Simulation:
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
         course, round = self.course, self.course.round + 1
-        first: State = {}
+        held = self.memory(name)
         if self.strategy.survey and not phase and self.codec.remembers:
             upload = self._upload(self.work(name), name, "survey")
-            _, first = self._encode(upload, self.strategy.survey, name)
+            _, held = self._encode(upload, self.strategy.survey, name, held)
         work = self.work(name)
         upload = self._upload(work, name, phase)
         kinds = self.strategy.survey if phase else self.strategy.expects(work.assigned)
-        sent, residuals = self._encode(upload, kinds, name)
+        sent, residuals = self._encode(upload, kinds, name, held)
         if not phase and self.strategy.memory_kind(self.experiment) != "none":
-            kept = work.remembered() | self.downlink.remember(work.received) | first | residuals
+            kept = work.remembered() | self.downlink.remember(work.received) | residuals
             self.versions[name, course.generation, round] = copies(kept)
         head = ReplyHead(
             run=course.run,
@@ -172,11 +172,9 @@ class Simulation:
         torch.set_rng_state(before)
         return upload
 
-    def _encode(self, upload: Upload, kinds: Mapping[str, Kind], name: str) -> tuple[State, State]:
+    def _encode(self, upload: Upload, kinds: Mapping[str, Kind], name: str, held: State) -> tuple[State, State]:
         round, seed = self.course.round + 1, self.experiment.seed
-        return self.codec.encode(
-            upload.vectors, kinds, self.memory(name), lambda group: upload_seed(seed, name, round, group)
-        )
+        return self.codec.encode(upload.vectors, kinds, held, lambda group: upload_seed(seed, name, round, group))
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
