@@ -85,10 +85,8 @@ class FedDyn(FederatedStrategy):
                 f"server.optimizer = {server.optimizer!r} with server.lr = {server.lr:g} has no meaning with "
                 "strategy.name = 'feddyn', whose -h/alpha is the memory of all rounds; allowed: 'sgd' with lr <= 1"
             )
-        lossy = sent.up not in ("none", "identity")
-        if lossy and (sent.feedback == "none" or sent.decay < 1):
+        if sent.up not in ("none", "identity") and sent.feedback == "none":
             raise SettingsError(
-                f"compression.up = {sent.up!r} with compression.feedback = {sent.feedback!r} and compression.decay = "
-                f"{sent.decay:g} loses for ever a part of what strategy.name = 'feddyn' adds up in h; allowed: "
-                "feedback with decay = 1"
+                f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
+                "strategy.name = 'feddyn' adds up in h; allowed: 'ef14', 'ef21'"
             )

@@ -168,7 +168,7 @@ def minimizer(data: dict[str, Any], decay: float = 0.0) -> Tensor:
         ({"local": {"weight_decay": 0.5}}, 0.5),
         ({"server": {"lr": 0.5}}, 0.0),
         ({"local": {"schedule": "exponential", "decay": 0.999}}, 0.0),
-        ({"compression": {"up": "top-k", "ratio": 0.4}}, 0.0),
+        ({"compression": {"up": "top-k", "ratio": 0.4, "decay": 0.5}}, 0.0),
         ({"compression": {"up": "top-k", "ratio": 0.4, "feedback": "ef21"}}, 0.0),
     ],
     ids=["momentum", "clipping", "decay", "server", "schedule", "ef14", "ef21"],
@@ -227,8 +227,6 @@ def test_one_vector_down_and_one_up(tmp_path: Path) -> None:
             {"compression": {"up": "sign", "feedback": "none"}},
             "compression.up = 'sign' with compression.feedback = 'none' .*strategy.name = 'feddyn'",
         ),
-        ({"compression": {"up": "top-k", "decay": 0.9}}, "compression.decay = 0.9 loses .*decay = 1"),
-        ({"compression": {"up": "int8", "feedback": "ef21", "decay": 0.9}}, "compression.decay = 0.9 loses"),
     ],
 )
 def test_refusals(tmp_path: Path, given: dict[str, Any], words: str) -> None:
