@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common import server_optimizers
+from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State
 from strategies.base import FederatedStrategy, Upload, Work, cohort_mean, hyperparameters, require_sgd
@@ -51,5 +52,10 @@ class FedCM(FederatedStrategy):
         return state | server_optimizers.step(self.server, state, change) | {"momentum": momentum}
 
     def check(self, experiment: Experiment) -> None:
-        """m is recovered from displacements in units of lr."""
+        """m is recovered from displacements in units of lr; local momentum would make it grow by 1/(1 - rho) a round."""
         require_sgd("fedcm", experiment, "its momentum is the displacement in units of lr times gradient")
+        if experiment.local.momentum:
+            raise SettingsError(
+                f"local.momentum = {experiment.local.momentum} beside strategy.name = 'fedcm', which is momentum: the "
+                "one feeds the other and both grow; allowed: 0"
+            )
