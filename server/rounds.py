@@ -226,7 +226,7 @@ class Rounds:
         informed: State | None = None,
         phase: str = "",
     ) -> list[Upload]:
-        """One exchange with the clients named: their valid uploads."""
+        """One exchange with the clients named, with a deadline of its own: their valid uploads."""
         with _timed(attempt.seconds, "broadcast"):
             course.keep = self._checkpoints.asked(course.generation)
             members = [roster.members[name] for name in names]
@@ -234,8 +234,7 @@ class Rounds:
             messages = course.messages(round, members, ttl, informed, phase)
             attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
         with _timed(attempt.seconds, "collect"):
-            left = self._experiment.round.deadline_s - attempt.seconds.get("collect", 0.0)
-            replies = exchange.run(messages, max(0.0, left), enough)
+            replies = exchange.run(messages, self._experiment.round.deadline_s, enough)
             if self._stop() is not None and len(replies) < len(messages) and not (enough and enough(replies)):
                 raise Stopped
         with _timed(attempt.seconds, "aggregate"):
