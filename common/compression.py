@@ -4,7 +4,7 @@ A compressor C turns a flat vector u (d,) into a few small tensors, its parts, a
 contractive: |C(u) - u|^2 <= (1 - delta)|u|^2, for random-k in expectation.
 
     identity           u itself
-    top-k              the k = max(1, ceil(ratio d)) entries of largest magnitude, over the whole model; delta = k/d
+    top-k              the k = ceil(ratio d) entries of largest magnitude, over the whole model; delta = k/d
     random-k           k entries drawn from a seed that both sides know, so that no index travels; delta = k/d.
                        Without feedback times d/k, which makes it unbiased: E C(u) = u
     sign               sign(u) |u|_1/d_t for each tensor t, one bit an entry, sign(0) = +1; delta >= 1/d_t
@@ -67,8 +67,8 @@ class Compressor(ABC):
     def __init__(self, ratio: float, layout: Layout, unbiased: bool) -> None:
         self._sizes = [slot.stop - slot.start for slot in layout.values() if slot.stop > slot.start]
         self._d = sum(self._sizes)
-        # The decimal number that was written: in floats 0.01 * 700 is above 7.
-        self._k = max(1, math.ceil(Fraction(str(ratio)) * self._d))
+        # The decimal number that was written: in floats 0.07 * 100 is above 7.
+        self._k = math.ceil(Fraction(str(ratio)) * self._d)
         self._factor = self._d / self._k if unbiased else 1.0
 
     @abstractmethod
@@ -208,8 +208,9 @@ class Sign(_PerTensor):
 
     def encode(self, vector: Tensor, seed: int) -> State:
         wide, _ = self._scales(vector.dtype)
-        bits = torch.zeros(-(-self._d // 8) * 8, dtype=torch.uint8, device=vector.device)
-        torch.ge(vector, 0, out=bits[: self._d])
+        positive = torch.zeros(-(-self._d // 8) * 8, dtype=torch.bool, device=vector.device)
+        torch.ge(vector, 0, out=positive[: self._d])
+        bits = positive.view(torch.uint8)
         signs = bits[::8].clone()
         for place in range(1, 8):
             signs |= bits[place::8] << place
@@ -409,11 +410,12 @@ class Codec:
         return vectors, kept
 
     def _decode(self, group: str, parts: State, kind: Kind, like: Tensor, copies: State, seed: int) -> Tensor:
-        copy = copies.get(f"copy.{group}") if self._tracks(kind) else None
-        if self._tracks(kind) and copy is None:
+        if not self._tracks(kind):
+            return self._compressor.decode(parts, like, seed)
+        copy = copies.get(f"copy.{group}")
+        if copy is None:
             return self._whole.decode(parts, like, seed)
-        arrived = self._compressor.decode(parts, like, seed)
-        return arrived if copy is None else arrived.add_(copy)
+        return self._compressor.decode(parts, like, seed).add_(copy)
 
     def _tracks(self, kind: Kind) -> bool:
         """Whether both sides hold a copy of what is sent under a name of this kind."""

@@ -72,10 +72,10 @@ def test_top_k_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "d", "k"), [(0.01, 700, 7), (0.1, 30, 3), (0.01, 701, 8), (1e-5, 50, 1), (1.0, 7, 7), (0.5, 7, 4)]
+    ("ratio", "d", "k"), [(0.07, 100, 7), (0.1, 30, 3), (0.01, 701, 8), (1e-5, 50, 1), (1.0, 7, 7), (0.5, 7, 4)]
 )
 def test_k_is_the_ceiling_of_the_written_ratio(ratio: float, d: int, k: int) -> None:
-    """0.01 * 700 = 7.000000000000001 in floats; the 0.01 of the file is a hundredth. Never less than one entry."""
+    """0.07 * 100 = 7.000000000000001 in floats; the 0.07 of the file is 7/100. Never less than one entry."""
     for name in ("top-k", "random-k"):
         assert create(name, ratio, layout(d)).encode(torch.ones(d), 3)["values"].numel() == k
 
@@ -88,7 +88,7 @@ def test_k_is_the_ceiling_of_the_written_ratio(ratio: float, d: int, k: int) -> 
 )
 def test_top_k_is_a_stable_sort(numbers: list[int], ratio: float, sample: int, dtype: torch.dtype) -> None:
     """The first k by magnitude, then place, however little the sample of the bound saw of the vector."""
-    k = max(1, math.ceil(Fraction(str(ratio)) * len(numbers)))
+    k = math.ceil(Fraction(str(ratio)) * len(numbers))
     wanted = sorted(sorted(range(len(numbers)), key=lambda i: (-abs(numbers[i]), i))[:k])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compression, "SAMPLE", sample)
@@ -127,6 +127,11 @@ def test_sign_by_hand() -> None:
     assert create("sign", 1.0, layout(5)).encode(torch.ones(5), 0)["scales"].dtype == torch.float32
 
 
+def test_the_mean_of_magnitudes_whose_sum_overflows() -> None:
+    """(1.5e308 + 1.5e308 + 0)/3 = 1e308, though 3e308 is no float64."""
+    assert there_and_back("sign", f64(1.5e308, -1.5e308, 0)).tolist() == pytest.approx([1e308, -1e308, 1e308])
+
+
 @pytest.mark.parametrize("d", [1, 7, 8, 9, 16, 17, 100])
 def test_bits_of_any_number_of_entries(d: int) -> None:
     """Entry 8 i + j is bit j of byte i; the bits beyond the last entry are 0."""
@@ -148,16 +153,22 @@ def test_int8_by_hand() -> None:
 
 
 def test_int8_of_low_precision_is_rounded_once() -> None:
-    """The step of (126.5, 100, 3.5) is 126.5/127: 100/step = 100.395 and 3.5/step = 3.514 give 100 and 4.
+    """The step of (126.5, 101, 3.5) is 126.5/127: 101/step = 101.399 and 3.5/step = 3.514 give 101 and 4.
 
-    In bfloat16, which has halves there, 100.395 would become 100.5 and might go up; 126.5/127 would become 1, not
-    0.99606.
+    In bfloat16, which has halves there, 101.399 would become 101.5 and go up to 102.
     """
-    vector = torch.tensor([126.5, 100, 3.5], dtype=torch.bfloat16)
+    vector = torch.tensor([126.5, 101, 3.5], dtype=torch.bfloat16)
     parts = create("int8", 1.0, layout(3)).encode(vector, 0)
     assert parts["scales"].dtype == torch.float32
     assert float(parts["scales"]) == pytest.approx(126.5 / 127, rel=1e-7)
-    assert parts["values"].tolist() == [127, 100, 4]
+    assert parts["values"].tolist() == [127, 101, 4]
+
+
+def test_int8_of_a_step_too_small_to_be_a_number() -> None:
+    """5e-324/127 is 0: all are zero, none the largest code."""
+    parts = create("int8", 1.0, layout(2)).encode(f64(5e-324, -5e-324), 0)
+    assert parts["values"].tolist() == [0, 0]
+    assert parts["scales"].tolist() == [0]
 
 
 def test_casts_by_hand() -> None:
@@ -657,13 +668,14 @@ def test_scalars_pass_and_each_group_has_its_seed() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("feedback", ["none", "ef14", "ef21"])
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_what_is_not_finite_is_not_sent(name: str, bad: float) -> None:
+def test_what_is_not_finite_is_not_sent(name: str, feedback: str, bad: float) -> None:
     """random-k might not draw it, a cast would hide it, and the memory would hold it for ever."""
     vector = torch.ones(5)
     vector[3] = bad
     with pytest.raises(ArithmeticError, match="the vector 'delta' to be sent holds NaN or Inf"):
-        codec(name, ratio=0.2).encode({"delta": vector}, VECTOR, {}, len)
+        codec(name, feedback, ratio=0.2).encode({"delta": vector}, VECTOR, {}, len)
 
 
 def test_a_memory_that_overflows_is_noticed() -> None:
