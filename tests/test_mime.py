@@ -568,13 +568,13 @@ def test_both_ways_compressed(down: str, tmp_path: Path) -> None:
 def test_copies_lost_with_a_disk_start_a_new_generation(tmp_path: Path) -> None:
     """EF21 binds client memory to the server's copies: told in the first exchange, before anyone trains. Statistics
     stay."""
-    memory = tmp_path / "memory"
 
-    def wipe(reply: Message) -> None:
-        shutil.rmtree(next(memory.glob("*/2")))
+    def wiped(folder: str) -> FaultyGrid:
+        memory = tmp_path / folder
+        return FaultyGrid(in_exchange(2, "4", lambda r: shutil.rmtree(next(memory.glob("*/2")))), memory=str(memory))
 
     settings = toy("mime", compression={"up": "top-k", "ratio": 0.3, "feedback": "ef21"}, rounds=4)
-    grid = FaultyGrid(in_exchange(2, "4", wipe), memory=str(memory))
+    grid = wiped("ours")
     result = ran(tmp_path / "run", settings, grid)
     (void,) = result.history[2]["void"]
     assert void["cause"] == "client memory of 2 is lost: new generation 2"
@@ -582,7 +582,7 @@ def test_copies_lost_with_a_disk_start_a_new_generation(tmp_path: Path) -> None:
     asked = [name for name, round in grid.asked if round == 3]
     assert len(asked) == 5 + 10
     assert float(result.at(3).state["momentum"].abs().max()) > 0
-    flower = start(settings, FaultyGrid(in_exchange(2, "4", wipe), memory=str(memory)), rounds=4)
+    flower = start(settings, wiped("flower's"), rounds=4)
     assert sorted(flower.train_metrics_clientapp) == [1, 2, 4]
 
 
