@@ -86,7 +86,7 @@ class Compressor(ABC):
     def decode(self, parts: State, like: Tensor, seed: int) -> Tensor:
         """The vector that the parts stand for, of the shape (d,), dtype and device of `like`; a new one if lossy.
 
-        Raises ValueError, saying what is wrong, for parts that `encode` cannot have made.
+        Raises ValueError, saying what is wrong, for malformed parts.
         """
         form = self.form(like.dtype)
         if parts.keys() != form.keys():
@@ -385,7 +385,7 @@ class Codec:
 
         `like` a vector (d,), the model; `copies` those of this client's last accepted round. The copies count once
         the upload is accepted, as the client's memory does. Raises ValueError, saying what is wrong, for missing or
-        further groups and for parts that `encode` cannot have made. Sums of finite parts may still overflow.
+        further groups and for malformed parts. Left to the caller: whether scalars are, and whether a copy overflowed.
         """
         if not self.active:
             return dict(sent), {}
