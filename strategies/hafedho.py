@@ -73,13 +73,12 @@ class HaFedHo(FederatedStrategy):
 
     def local(self, work: Work) -> Upload:
         """lambda steps on phi_i."""
-        own = self._own_share(work)
-        h, loss = work.received["gradient"], float(work.received["loss"])
-        if own:
-            h = h - own * work.memory["gradient"]
-            loss -= own * float(work.memory["loss"])
+        own, loss = self._own_share(work), float(work.received["loss"])
         mu = self.mu / work.round if self.mu_schedule == "inverse" else self.mu
-        correction = mu * h
+        correction = mu * work.received["gradient"]
+        if own:
+            correction.sub_(work.memory["gradient"], alpha=mu * own)
+            loss -= own * float(work.memory["loss"])
         total = torch.zeros_like(correction)
         for gradient in work.steps(clip="after" if self.rectification == "objective" else "before"):
             if self.upload == "raw":
