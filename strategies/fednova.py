@@ -48,8 +48,10 @@ class FedNova(FederatedStrategy):
       with Dbar <- Dbar + sum_S q_i (d_i - Dbar): x and Dbar down, d_i up (not Delta_i: in Dbar they add up for ever,
       and what compression still owes must not change with the rate). 3 S vectors in a round. Equal steps of plain SGD
       make it SCAFFOLD.
-    * "literal", as printed: D_i <- d_i, which holds c_i once more: D_i^+ = gbar_i + Dbar - D_i. The error of D_i
-      does not decay but alternates, and about half of the drift remains: for comparison. Sends d_i - D_i too, 4 S.
+    * "literal", as printed: D_i <- d_i, which holds c_i once more: D_i^+ = gbar_i + Dbar - D_i. What D_i is off
+      changes its sign each round instead of going, and at rest D_i is half of gbar_i: about half of FedNova's drift
+      remains (on quadratics d_i = r_i (g_i(x) + c_i), r_i -> 1 as eta -> 0, so it rests where sum p_i r_i/(1 + r_i)
+      g_i(x) = 0, "none" where sum p_i r_i g_i(x) = 0). For comparison. Sends d_i - D_i too, 4 S.
     * "none": as the official code, which has no variance reduction. 2 S.
     """
 
