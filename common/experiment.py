@@ -156,7 +156,10 @@ class CompressionSettings(Section):
 
 
 class PersonalSettings(Section):
-    """`[personal]`: which parts of the model stay with each client, and how its own model is evaluated."""
+    """`[personal]`: which parts of the model stay with each client, and how its own model is evaluated.
+
+    A run's model.safetensors holds them as they were at the start: they are nobody's.
+    """
 
     parts: list[str] = Field(
         [], description="batch-norm, layer-norm, group-norm, head (by module type), or patterns of parameter names"
@@ -172,8 +175,6 @@ class PersonalSettings(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> PersonalSettings:
-        if self.head_steps and not self.parts:
-            raise ValueError("head_steps needs parts, the part of the model that is personal")
         if self.finetune_lr is not None and not self.finetune_steps:
             raise ValueError("finetune_lr needs finetune_steps > 0")
         return self

@@ -48,13 +48,17 @@ def build(
 
 def personal_names(task: Task, module: nn.Module, parts: Sequence[str]) -> set[str]:
     """Names of the parameters and buffers that `parts` select: normalization layers and the task's output layer by
-    module, everything else by patterns of names. Raises SettingsError for a part that selects nothing."""
-    tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    module, everything else by patterns of names. What is frozen is alike everywhere, and no part.
+
+    Raises SettingsError for a part that selects nothing.
+    """
+    trainable = (name for name, parameter in module.named_parameters() if parameter.requires_grad)
+    tensors = {*trainable, *(name for name, _ in module.named_buffers())}
     selected: set[str] = set()
     for part in parts:
         if part in KINDS or part == "head":
-            head = task.output_layer(module)
-            chosen = [n for n, m in module.named_modules() if (m is head if part == "head" else _is(m, KINDS[part]))]
+            head = task.output_layer(module) if part == "head" else None
+            chosen = [n for n, m in module.named_modules() if m is head or isinstance(m, KINDS.get(part, ()))]
             found = {name for name in tensors if any(name.startswith(f"{prefix}.") for prefix in chosen)}
         else:
             found = {name for name in tensors if fnmatchcase(name, part)}
@@ -63,10 +67,6 @@ def personal_names(task: Task, module: nn.Module, parts: Sequence[str]) -> set[s
             raise SettingsError(f"personal.parts: {part!r} is no part of this model; allowed: {allowed}")
         selected |= found
     return selected
-
-
-def _is(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return isinstance(module, kinds)
 
 
 def matrix_slots(task: Task, model: FlatModel, part: Literal["all", "shared", "personal"]) -> list[Slot]:

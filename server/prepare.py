@@ -24,4 +24,9 @@ def prepare(experiment: Experiment) -> Prepared:
     if most and settings.quorum is not None and settings.quorum > most:
         raise SettingsError(f"round.quorum = {settings.quorum} is more than the {most} clients of a round")
     model = build(task, experiment.seed, personal=experiment.personal.parts, check=strategy.check_model)
+    if experiment.personal.head_steps and not model.personal_layout:
+        raise SettingsError(
+            f"personal.head_steps = {experiment.personal.head_steps}: the personal part {experiment.personal.parts} "
+            "has nothing to train"
+        )
     return Prepared(experiment, strategy, task, model)

@@ -142,6 +142,11 @@ def _check_pairs(experiment: Experiment) -> None:
     """Pairs without meaning for any algorithm."""
     if experiment.local.moments == "keep" and experiment.local.optimizer == "sgd" and not experiment.local.momentum:
         raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
+    if experiment.personal.head_steps and not experiment.personal.parts:
+        raise SettingsError(
+            f"personal.head_steps = {experiment.personal.head_steps} needs personal.parts, the part of the model that "
+            "is personal"
+        )
 
 
 def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> FederatedStrategy:
