@@ -62,7 +62,7 @@ class FedLWS(FederatedStrategy):
         groups = zip(torch.split(state["model"], sizes), torch.split(change, sizes), spreads, strict=True)
         for model, moved, spread in groups:
             length, pull = norm(model), min(max(self.beta * spread, self.tau_min), self.tau_max) * norm(moved)
-            if length >= ZERO_NORM and pull:
+            if length >= ZERO_NORM:
                 shrink = pull / (length + pull)
                 moved.mul_(1 - shrink).sub_(model, alpha=shrink)
         return state | server_optimizers.step(self.server, state, change)
