@@ -87,7 +87,7 @@ WRONG = {
     'name = "../up"': ("a.toml: name = '../up': String should match pattern",),
     "seeed = 1\nlocal.lr = -1": ("seeed = 1: unknown key", "local.lr = -1: Input should be greater than 0"),
     # names
-    'strategy.name = "fedavgg"': ("strategy.name: 'fedavgg' is unknown; allowed: fedadagrad, fedadam,",),
+    'strategy.name = "fedavgg"': ("strategy.name: 'fedavgg' is unknown; allowed: ",),
     "strategy.muu = 1": ("strategy.muu = 1: 'fedavg' has no such hyperparameter; allowed: weights",),
     'strategy = {name = "fedprox", mu = -1}': ("strategy.mu = -1: Input should be greater than or equal to 0",),
     'local.optimizer = "rmsprop"': (
@@ -114,7 +114,7 @@ WRONG = {
     # data and tasks
     'task = {name = "quadratic", file = "no.npz"}': ("no.npz",),
     'task = {name = "npz", file = "no.npz"}': ("no.npz",),
-    'task = {name = "digits", file = "a"}': ("[task]: file = 'a': unknown key; allowed here: dtype, hidden",),
+    'task = {name = "digits", file = "a"}': ("[task]: file = 'a': unknown key; allowed here: dtype,",),
     'task = {name = "no_module:f"}': ("task.name = 'no_module:f' cannot be imported: ModuleNotFoundError",),
     'task = {name = "odd_tasks:f"}': ("task.name = 'odd_tasks:f' cannot be imported: AttributeError",),
     'task = {name = "odd_tasks:number"}': ("task.name = 'odd_tasks:number' is not a function but int: 5",),
