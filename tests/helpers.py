@@ -30,8 +30,9 @@ from strategies.roll import Member, sample
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
 """All but those that need layers: a quadratic has none."""
 
-ON_DIGITS = {"fedbn": 'personal.parts = ["0.*"]', "pfedafm": "task.extractor = 4"}
-"""Algorithm -> what else its experiment on digits needs, as TOML: that model has no BatchNorm and one extractor."""
+ON_DIGITS = {"fedbn": 'task = {model = "cnn", width = 2}', "pfedafm": "task.extractor = 4"}
+"""Algorithm -> what else its experiment on digits needs, as TOML: the default model has neither BatchNorm nor two
+extractors."""
 
 
 def problem(n: int = 6, d: int = 5, seed: int = 0) -> dict[str, NDArray[Any]]:
