@@ -44,16 +44,20 @@ def test_scaffold_with_a_proximal_term(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
 @pytest.mark.parametrize("sampled", [6, 3])
-def test_scaffold_keeps_its_fixed_point(tmp_path: Path, weights: str, sampled: int) -> None:
+@pytest.mark.parametrize(("strategy", "tracker"), [("scaffold", "control"), ("fagc", "tracker")])
+def test_trackers_keep_their_fixed_point(
+    tmp_path: Path, strategy: str, tracker: str, weights: str, sampled: int
+) -> None:
     """Who does not move has y = x, where mu (y - x) = 0: g_i(x) - c_i + c = 0 with c_i = g_i(x), so
     c = sum q_i g_i = 0, for any mu; unequal steps (1 to 8), sampled or not."""
-    given = {"weights": weights, "local": {"lr": 0.12, "proximal_mu": 0.8}, "round": {"sample": sampled}}
-    run = Simulation(experiment(tmp_path, "scaffold", **given)).rest(tolerance=1e-13)
+    local = {"optimizer": "sgd", "lr": 0.12, "proximal_mu": 0.8}
+    given = {"weights": weights, "local": local, "round": {"sample": sampled}}
+    run = Simulation(experiment(tmp_path, strategy, **given)).rest(tolerance=1e-13)
     assert run.distance(run.task.minimizer(weights)) < 1e-11
-    assert float(run.course.state["control"].abs().max()) < 1e-11
+    assert float(run.course.state[tracker].abs().max()) < 1e-11
     for i in range(6):
         gradient = torch.from_numpy(DATA["curvatures"][i]) * (run.x - torch.from_numpy(DATA["centers"][i]))
-        assert float((run.memory(str(i))["control"] - gradient).abs().max()) < 1e-11
+        assert float((run.memory(str(i))[tracker] - gradient).abs().max()) < 1e-11
 
 
 def test_the_term_alone_leaves_fedavgs_bias(tmp_path: Path) -> None:
