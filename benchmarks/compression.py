@@ -16,7 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks import models
-from common.compression import COMPRESSORS, Codec, create
+from common.compression import Codec
+from common.compressors import COMPRESSORS, create
 from common.experiment import CompressionSettings
 from common.vector import layout_of
 

@@ -175,7 +175,8 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)
     sent, residuals = compressed(session, head, held, upload, strategy.expects(work.assigned))
-    upload, kept = replace(upload, vectors=sent), kept | residuals
+    # A residual may be the vector that is sent, and that the live model.
+    upload, kept = replace(upload, vectors=sent), kept | {name: work.own(value) for name, value in residuals.items()}
     if kind == "none":
         return _reply(session, done, upload)
     return _save_and_reply(home, head, kept, lambda: _reply(session, done, upload))

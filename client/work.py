@@ -212,7 +212,7 @@ class LocalWork:
 
     def keep(self, **state: Tensor) -> None:
         """The memory to save with this round."""
-        self.kept = {name: self._own(value) for name, value in state.items()}
+        self.kept = {name: self.own(value) for name, value in state.items()}
 
     def remembered(self) -> State:
         """All that this round leaves for the next: what the algorithm keeps, a kept optimizer's state and the personal
@@ -230,7 +230,7 @@ class LocalWork:
             metrics={"loss": self.mean_loss},
         )
 
-    def _own(self, value: Tensor) -> Tensor:
+    def own(self, value: Tensor) -> Tensor:
         """`value` where it is, apart from the live model, whose storage the next client overwrites."""
         live = (self._model.whole, self._model.whole_gradient, *self._model.buffers.values())
         shared = any(value.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() for v in live)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from common import compression
+from common import compressors
 from common.experiment import Experiment
 from common.seeds import derive
 from common.vector import Layout, State, sha256
@@ -40,7 +40,7 @@ class Downlink:
         self._coder = None
         self.mode: Literal["whole", "lean", "absolute", "differences"] = "lean" if strategy.lean() else "whole"
         if settings.down != "none":
-            self._coder = compression.create(settings.down, settings.ratio, layout)
+            self._coder = compressors.create(settings.down, settings.ratio, layout)
             self.mode = "absolute" if self._coder.absolute else "differences"
 
     # The server's end.

@@ -52,7 +52,7 @@ class FedCM(FederatedStrategy):
         return state | server_optimizers.step(self.server, state, change) | {"momentum": momentum}
 
     def check(self, experiment: Experiment) -> None:
-        """m is recovered from displacements in units of lr; local momentum would make it grow by 1/(1 - rho) a round."""
+        """m is recovered from displacements in units of lr: local momentum would make it 1/(1 - rho) times longer."""
         require_sgd("fedcm", experiment, "its momentum is the displacement in units of lr times gradient")
         if experiment.local.momentum:
             raise SettingsError(

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common import compression
-from common.compression import COMPRESSORS, Codec, Kind, create
+from common import compressors
+from common.compression import Codec, Kind
+from common.compressors import COMPRESSORS, create
 from common.experiment import CompressionSettings
 from common.vector import Layout, State, layout_of
 
@@ -91,7 +92,7 @@ def test_top_k_is_a_stable_sort(numbers: list[int], ratio: float, sample: int, d
     k = math.ceil(Fraction(str(ratio)) * len(numbers))
     wanted = sorted(sorted(range(len(numbers)), key=lambda i: (-abs(numbers[i]), i))[:k])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compression, "SAMPLE", sample)
+        patch.setattr(compressors, "SAMPLE", sample)
         parts = create("top-k", ratio, layout(len(numbers))).encode(torch.tensor(numbers, dtype=dtype), 0)
     assert parts["indices"].tolist() == wanted
     assert parts["values"].tolist() == [numbers[i] for i in wanted]
@@ -100,7 +101,7 @@ def test_top_k_is_a_stable_sort(numbers: list[int], ratio: float, sample: int, d
 @pytest.mark.parametrize("kind", ["normal", "misleading", "equal", "sparse"])
 def test_top_k_of_many(kind: str) -> None:
     """Of more entries than the sample holds: also if it sees only the largest, so that its bound is too high."""
-    d = 5 * compression.SAMPLE + 3
+    d = 5 * compressors.SAMPLE + 3
     vector = torch.randn(d, generator=torch.Generator().manual_seed(1))
     if kind == "misleading":
         vector[::5] += 100

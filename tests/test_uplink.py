@@ -59,8 +59,8 @@ def test_bytes_are_those_of_what_was_sent(up: str, feedback: str, tmp_path: Path
 @pytest.mark.parametrize("feedback", ["ef14", "ef21"])
 @pytest.mark.parametrize("up", LOSSY)
 def test_scaffold_still_reaches_the_minimizer(up: str, feedback: str, tmp_path: Path) -> None:
-    """Full participation on three quadratics: what is left behind arrives later, so that SCAFFOLD's deltas and changes of
-    control go to zero as without compression; and what compressors lose shrinks with what they are given."""
+    """Full participation on three quadratics: what is left behind arrives later, so that SCAFFOLD's deltas and changes
+    of control go to zero as without compression; and what compressors lose shrinks with what they are given."""
     compression = {"up": up, "ratio": 0.5, "feedback": feedback}
     server = {"lr": 0.3} if up in ("sign", "random-k") else {}
     run = Simulation(
