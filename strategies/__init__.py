@@ -67,6 +67,12 @@ REGISTRY: dict[str, Entry] = {
     "fedadam": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "adam", "lr": 0.01}),
     "fedyogi": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "yogi", "lr": 0.01}),
     "fedams": Entry(FedAvg, "arXiv 2205.02719", {"optimizer": "ams", "lr": 0.01}),
+    "fedcams": Entry(
+        FedAvg,
+        "arXiv 2205.02719",
+        {"optimizer": "ams", "lr": 0.01},
+        compression={"up": "top-k", "ratio": 0.015625},
+    ),
     "fedprox": Entry(FedProx, "arXiv 1812.06127"),
     "fednova": Entry(FedNova, "arXiv 2007.07481"),
     "fednovavr": Entry(FedNova, "arXiv 2007.07481", options={"vr": "compensated"}),

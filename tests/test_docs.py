@@ -6,14 +6,22 @@ import re
 import shlex
 import tomllib
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
 import typer
 
+from benchmarks.algorithms import payload
+from common.errors import SettingsError
 from common.experiment import Experiment
 from server.control import ROOT
-from strategies import REGISTRY, create, hyperparameter_names
+from strategies import REGISTRY, Entry, create, hyperparameter_names
+from tests import test_one_round
+from tests.faults import ran
+from tests.helpers import Simulation
+from tests.helpers import experiment as quadratic
+from tests.test_resume import digits
 
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -26,17 +34,20 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def test_algorithm_table_is_the_registry() -> None:
-    """Names, papers, files and the number of vectors on the wire."""
-    table = {cells[0]: cells[1:] for cells in rows("Algorithms")}
-    assert list(table) == list(REGISTRY)
-    for name, (paper, file, *_, vectors) in table.items():
-        entry = REGISTRY[name]
-        strategy = create(Experiment.parse(f'strategy.name = "{name}"'))
-        model = __import__("torch").zeros(3)
-        down = sum(v.ndim for v in strategy.broadcast(strategy.init(model)).values())
-        up = sum(kind != "scalar" for kind in strategy.payload.values())
-        assert (paper, file) == (entry.paper, entry.cls.__module__.replace(".", "/") + ".py")
-        assert vectors == f"{down} + {up}", name
+    """Names, papers and files."""
+    table = {cells[0]: cells[1:3] for cells in rows("Algorithms")}
+    own = {name: [entry.paper, entry.cls.__module__.replace(".", "/") + ".py"] for name, entry in REGISTRY.items()}
+    assert table == own
+    assert list(table) == list(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REGISTRY)
+def test_algorithm_table_counts_what_is_sent(name: str) -> None:
+    """The vectors of a round of ten clients are those in real messages."""
+    told = {cells[0]: cells[5] for cells in rows("Algorithms")}[name]
+    down, up = payload(name)
+    assert told == f"{round(down, 1):g} + {round(up, 1):g}"
 
 
 def test_dependency_table_is_the_project_file() -> None:
@@ -106,3 +117,28 @@ def test_every_row_of_reliability_names_a_test_that_exists() -> None:
         if file:
             code = (ROOT / "tests" / file).read_text("utf-8")
             assert not function or re.search(rf"def {function}{'' if prefix else r'[(]'}", code), (file, function)
+
+
+def test_contributing_leads_to_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of "Add an algorithm", followed: its code is FedCM, its line registers it, its numbers are right."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Add an algorithm\n")[1].split("\n## ")[0]
+    assert len(text.splitlines()) < 60
+    (tmp_path / "yours.py").write_text(text.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"Entry": Entry, "Yours": import_module("yours").Yours}
+    line = re.search(r'`"yours": (Entry\(.*?\))`', text)
+    assert line
+    monkeypatch.setitem(REGISTRY, "yours", eval(line.group(1), names))
+
+    two = {"alpha": 0.5, "arrays": test_one_round.ARRAYS, "local": {"lr": test_one_round.LR}}
+    run = Simulation(quadratic(tmp_path, "yours", **two))
+    moved = {upload.name: float(upload.vectors["delta"]) for upload in run.step()}
+    state = {"x": float(run.x), "m": float(run.course.state["momentum"])}
+    told = re.search(r"moves A by (\S+) and B by (\S+), so x = (\S+) and m = (\d)\.", text)
+    assert told
+    assert [moved["0"], moved["1"], *state.values()] == [float(number) for number in told.groups()]
+
+    weights = [ran(tmp_path / name, digits(name, 3)).history[-1]["sha256"] for name in ("yours", "fedcm")]
+    assert weights[0] == weights[1]
+    with pytest.raises(SettingsError, match=r"'yours' has no meaning with local.optimizer = 'adam'"):
+        create(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))
