@@ -140,18 +140,20 @@ def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
         before, strategy = settled, _strategy(entry.cls, settled)
         settled = strategy.settle(settled)
     strategy.check(settled)
-    _check_pairs(settled)
+    _check_pairs(strategy, settled)
     return strategy, settled
 
 
-def _check_pairs(experiment: Experiment) -> None:
-    """Pairs without meaning for any algorithm."""
-    if experiment.local.moments == "keep" and experiment.local.optimizer == "sgd" and not experiment.local.momentum:
+def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
+    """Pairs without meaning for any algorithm of a kind."""
+    local, sent = experiment.local, experiment.compression
+    if local.moments == "keep" and local.optimizer == "sgd" and not local.momentum:
         raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
-    if experiment.personal.head_steps and not experiment.personal.parts:
+    kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
+    if "increment" in kinds and sent.up not in ("none", "identity") and sent.feedback == "none":
         raise SettingsError(
-            f"personal.head_steps = {experiment.personal.head_steps} needs personal.parts, the part of the model that "
-            "is personal"
+            f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
+            f"strategy.name = {experiment.strategy.name!r} adds up on the server; allowed: 'ef14', 'ef21'"
         )
 
 

@@ -73,8 +73,8 @@ class FedDyn(FederatedStrategy):
         return state | server_optimizers.step(self.server, state, change) | {"dual": dual}
 
     def check(self, experiment: Experiment) -> None:
-        """One proximal term, no second memory at the server, and nothing lost of what h adds up."""
-        local, server, sent = experiment.local, self.server, experiment.compression
+        """One proximal term, and no second memory at the server."""
+        local, server = experiment.local, self.server
         if local.proximal_mu:
             raise SettingsError(
                 f"local.proximal_mu = {local.proximal_mu} beside strategy.name = 'feddyn': strategy.alpha is its "
@@ -84,9 +84,4 @@ class FedDyn(FederatedStrategy):
             raise SettingsError(
                 f"server.optimizer = {server.optimizer!r} with server.lr = {server.lr:g} has no meaning with "
                 "strategy.name = 'feddyn', whose -h/alpha is the memory of all rounds; allowed: 'sgd' with lr <= 1"
-            )
-        if sent.up not in ("none", "identity") and sent.feedback == "none":
-            raise SettingsError(
-                f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
-                "strategy.name = 'feddyn' adds up in h; allowed: 'ef14', 'ef21'"
             )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from common.errors import SettingsError
 from common.experiment import Experiment
 from strategies import REGISTRY, create
 from strategies.messages import STATE
@@ -176,3 +177,15 @@ def test_every_algorithm_runs_compressed(algorithm: str, up: str, tmp_path: Path
     again = ran(tmp_path / "b", settings)
     assert not any(line["dropped"] for line in first.history)
     assert first.final == again.final
+
+
+@pytest.mark.parametrize("algorithm", REGISTRY)
+def test_what_is_added_up_for_ever_needs_feedback(algorithm: str) -> None:
+    """A tracker whose changes lose a part in each round would drift: refused, for exactly those that have one."""
+    adds = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant"}
+    settings = squeezed(algorithm, "top-k", more={"feedback": "none"})
+    if algorithm not in adds:
+        assert create(settings)
+        return
+    with pytest.raises(SettingsError, match=rf"feedback = 'none' loses .* strategy.name = '{algorithm}' adds up"):
+        create(settings)
