@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.errors import SettingsError
 from common.experiment import Experiment, StrategySettings
 from common.seeds import derive
 from common.vector import State
@@ -89,6 +90,15 @@ class Tracking(FederatedStrategy):
         if not refreshed:
             return following
         return following | {"tracker": state["tracker"] + tracker_change(refreshed, "tracker")}
+
+    def check(self, experiment: Experiment) -> None:
+        """Nothing may be lost of what y adds up."""
+        sent = experiment.compression
+        if sent.up not in ("none", "identity") and sent.feedback == "none":
+            raise SettingsError(
+                f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
+                f"strategy.name = {experiment.strategy.name!r} adds up in y; allowed: 'ef14', 'ef21'"
+            )
 
     def settle(self, experiment: Experiment) -> Experiment:
         """With the run's seed for the draw of S~, unless it has its own."""

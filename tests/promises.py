@@ -200,6 +200,7 @@ class Replay(Simulation):
             self.course.new_generation()
         else:
             self.sampled, self.forgot = list(event.sampled), event.forgot
+            self.course.assigned = self.strategy.assign(self.course.state, self.sampled, event.round)
             self.course.advance(event.round, [self.train(name) for name in event.names])
             self.models.append(sha256({"model": self.x, **self.course.buffers}))
 
