@@ -36,8 +36,8 @@ class PAdaMFed(FederatedStrategy):
 
     beta (0 < beta <= 1, default 0.1): it multiplies the gradient, so *small* beta is strong momentum.
     vr: variance reduction, two gradients a step.
-    momentum: with vr, "controls" is the g above, as in public code (the paper's line was not at hand); it lags behind
-      as without vr. "storm" adds (1 - beta) mean_S,k (g_i(y_k) - g_i(x_prev)): the mean of q again, STORM's recursion.
+    momentum: with vr, "controls" is the g above, as in public code; it lags behind as without vr. "storm" adds
+      (1 - beta) mean_S,k (g_i(y_k) - g_i(x_prev)): the mean of q again, STORM's recursion, and the smaller error.
     rates: "tuned" takes eta, eta_g and beta as given. "free" derives them from the numbers of rounds T, clients a
       round S and local steps K, with gamma = eta_g eta K in x <- x + gamma mean_S Delta_i/(eta K):
       beta = sqrt(SK/T), gamma = (SK)^(1/4)/T^(3/4), eta = 1/(K sqrt(T)) (the order is the paper's, the constant ours);

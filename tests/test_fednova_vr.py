@@ -227,7 +227,7 @@ def test_as_printed_half_of_the_drift_remains(
 @pytest.mark.parametrize("feedback", ["ef14", "ef21"])
 def test_lossy_uploads_leave_no_trace_in_dbar(tmp_path: Path, feedback: str) -> None:
     """One of two entries is sent; Dbar is behind by what is owed, in units of the gradient, which is paid. In units of
-    the displacement what is owed would change its worth as the rate falls, and stay (0.03 off)."""
+    the displacement what is owed would change its worth as the rate falls, and stay (0.015 off)."""
     local = {"lr": 0.05, "schedule": "exponential", "decay": 0.99}
     simulation = run(
         tmp_path, "compensated", local=local, compression={"up": "top-k", "ratio": 0.5, "feedback": feedback}

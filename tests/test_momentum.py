@@ -252,6 +252,19 @@ def test_the_control_is_the_mean_of_accepted_controls(
     assert_balance(Simulation(settings, list("0123")), "control", "54")
 
 
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+def test_padamfeds_momentum_is_the_cohorts(tmp_path: Path, weights: str) -> None:
+    """Its dc_i count by their weight in the cohort, where those in c count by that among all clients."""
+    run = small(tmp_path, "padamfed", weights=weights, beta=0.25, local={"lr": 0.1}, round={"sample": 2})
+    for _ in range(6):
+        before = run.course.state
+        uploads = run.step()
+        mass = [1 if weights == "uniform" else upload.examples for upload in uploads]
+        change = sum(m / sum(mass) * upload.vectors["control"] for m, upload in zip(mass, uploads, strict=True))
+        expected = 0.25 * (change + before["control"]) + 0.75 * before["momentum"]
+        assert apart(run.course.state["momentum"], expected) < 1e-14
+
+
 def test_a_new_generation_keeps_the_model_and_forgets_momentum(tmp_path: Path) -> None:
     """c, g and c_i are zero, and x_prev is x: as in round 1."""
     run = small(tmp_path, "padamfed", vr=True)
