@@ -14,7 +14,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.errors import SettingsError
 from common.experiment import Experiment, StrategySettings
 from common.seeds import derive
 from common.vector import State
@@ -31,9 +30,6 @@ class Tracking(FederatedStrategy):
     others of S keep their y_i. So 3 S + S~ vectors cross the wire in a round: 35 for S = 10, S~ = 5, as in the paper.
     y and all y_i start at zero: round 1 is FedAvg, and until its first refresh a client uses y for its correction, a
     bias of that client alone. With N clients all have been refreshed after about N H_N / S~ rounds.
-
-    refresh: S~/S, rounded up (default 1/2; 1 refreshes every client that takes part). S are the clients asked.
-    refresh_seed: of the draw (default: the run's seed).
 
     The local optimizer is any of `[local]`; its state stays on the client and starts anew each round, or is kept
     (`moments`): no source says which. The paper's formulas have no bias correction, so `bias_correction` is off for
@@ -91,15 +87,6 @@ class Tracking(FederatedStrategy):
             return following
         return following | {"tracker": state["tracker"] + tracker_change(refreshed, "tracker")}
 
-    def check(self, experiment: Experiment) -> None:
-        """Nothing may be lost of what y adds up."""
-        sent = experiment.compression
-        if sent.up not in ("none", "identity") and sent.feedback == "none":
-            raise SettingsError(
-                f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
-                f"strategy.name = {experiment.strategy.name!r} adds up in y; allowed: 'ef14', 'ef21'"
-            )
-
     def settle(self, experiment: Experiment) -> Experiment:
         """With the run's seed for the draw of S~, unless it has its own."""
         strategy = experiment.strategy
@@ -117,6 +104,8 @@ class FAGC(Tracking):
     once more. Plain SGD with refresh = 1 is SCAFFOLD, bit for bit. On heterogeneous quadratics FA-GC rests near the
     minimizer, where LocalAdam and FA-NT rest where mean *directions* cancel, far from it.
 
+    refresh: S~/S, rounded up (default 1/2; 1 refreshes every client that takes part). S are the clients asked.
+    refresh_seed: of the draw (default: the run's seed).
     tracker: "path" is that mean (default), "start" one gradient over all examples at x (SCAFFOLD's option I).
     clip: with `clip_norm`, "raw" bounds g before it is corrected (default), "corrected" bounds ghat, as SCAFFOLD here;
     the paper does not say.
@@ -151,6 +140,8 @@ class FANT(Tracking):
     d's. The corrections cancel over the clients, and mean_i d_i = 0 is not mean_i g_i = 0: it rests where LocalAdam
     does. Plain SGD makes it FA-GC. What the optimizer is given is in d: a proximal term, clipping, coupled decay;
     decoupled decay is outside.
+
+    refresh, refresh_seed: as in FA-GC.
     """
 
     def _walk(self, work: Work, correction: Tensor, refreshes: bool) -> Tensor | None:
