@@ -263,7 +263,7 @@ def _reply(session: Session, head: ReplyHead, upload: Upload) -> RecordDict:
 
 
 def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
-    session, personal = _open(head, context), None
+    session = _open(head, context)
     stage[0] = "data"
     data = session.data(head.client, str(context.node_config.get("data", "")))
     if not len(data.evaluate):
