@@ -1,4 +1,4 @@
-"""What passes between an algorithm's client half and the client: the work that is offered, the upload that comes of it."""
+"""Between an algorithm's client half and the client: the work that is offered, and the upload that comes of it."""
 
 from __future__ import annotations
 
