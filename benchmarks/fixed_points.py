@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "SCAFFOLD, int8, ef21": ("scaffold", {"compression": {"up": "int8", "feedback": "ef21"}}),
     "SCAFFOLD-M": ("scaffoldm", {}),
     "PAdaMFed": ("padamfed", {}),
-    "FedDyn, alpha = 0.5": ("feddyn", {"alpha": 0.5}),
+    "FedDyn, alpha = 2": ("feddyn", {"alpha": 2.0}),
     "FA-GC, SGD": ("fagc", {"local": SGD}),
     "FA-GC, Adam": ("fagc", {"local": ADAM}),
     "FA-GC, normalized": ("fagc", {"local": {"optimizer": "normalized", "lr": LR}}),
