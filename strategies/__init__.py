@@ -149,6 +149,11 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
     local, sent = experiment.local, experiment.compression
     if local.moments == "keep" and local.optimizer == "sgd" and not local.momentum:
         raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
+    personal = experiment.personal
+    if personal.head_steps and not personal.parts:
+        raise SettingsError(
+            f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"
+        )
     kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
     if "increment" in kinds and sent.up not in ("none", "identity") and sent.feedback == "none":
         raise SettingsError(
