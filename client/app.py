@@ -89,7 +89,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the global model on one client's own evaluation examples."""
+    """Evaluate the global model, or the client's own, on one client's own evaluation examples."""
     head = read_head(EvaluateHead, message.content)
     reply = ReplyHead(head.run, head.client, 0, head.round, head.layout, "ok")
     return _guarded(message, reply, lambda stage: _evaluate(head, reply, message, context, stage))
@@ -286,14 +286,15 @@ def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: C
 def _tune(
     session: Session, head: EvaluateHead, data: ClientData, received: State, watch: Callable[[int], None]
 ) -> None:
-    """Train the client's own model a little before it is evaluated; the next message loads another one."""
-    personal, settings = session.experiment.personal, session.experiment.local
-    lr = personal.finetune_lr or settings.lr
+    """Train the client's own model a little before it is evaluated, with a new optimizer; the next message loads another
+    one."""
+    settings = session.experiment.local
+    lr = session.experiment.personal.finetune_lr or settings.lr
     work = LocalWork(
         task=session.task,
         model=session.model,
         data=data,
-        settings=settings.model_copy(update={"moments": "reset"}),
+        settings=settings,
         received=received,
         memory={},
         seed=derive(session.experiment.seed, "fine-tune"),
@@ -306,4 +307,4 @@ def _tune(
         watch=watch,
     )
     with torch_seeded(derive(session.experiment.seed, "fine-tune", head.client, head.round), session.device):
-        work.tune(personal.finetune_steps)
+        work.tune(session.experiment.personal.finetune_steps)
