@@ -286,8 +286,8 @@ def _evaluate(head: EvaluateHead, reply: ReplyHead, message: Message, context: C
 def _tune(
     session: Session, head: EvaluateHead, data: ClientData, received: State, watch: Callable[[int], None]
 ) -> None:
-    """Train the client's own model a little before it is evaluated, with a new optimizer; the next message loads another
-    one."""
+    """Train the client's own model a little before it is evaluated, with a new optimizer; the next message loads
+    another one."""
     settings = session.experiment.local
     lr = session.experiment.personal.finetune_lr or settings.lr
     work = LocalWork(
