@@ -23,7 +23,7 @@ from safetensors.torch import save
 from client.cache import StateCache
 from common import wire
 from common.files import flush, write_atomically
-from common.stored import Damaged, read_tensors
+from common.stored import Damaged, read_tensors, unshared
 from common.vector import State, sha256
 
 log = logging.getLogger("client.memory")
@@ -143,7 +143,7 @@ class DiskMemory:
     ) -> None:
         place = self._place(run, client, generation)
         self._make(place)
-        path, host = place / _file(version), self._to_host(state)
+        path, host = place / _file(version), unshared(self._to_host(state))
         content = save(
             host,
             _about(run, client, generation, version, self._layout) | {"sha256": sha256(host), "order": str(order)},

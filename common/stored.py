@@ -30,3 +30,12 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     except (OSError, SafetensorError, ValueError) as error:
         raise Damaged(f"it is damaged or cannot be read: {error}") from None
     return state, dict(head.get("__metadata__", {}))
+
+
+def unshared(state: State) -> State:
+    """The state with copies of tensors that share storage with one before them: a file holds each as its own."""
+    first: dict[int, str] = {}
+    return {
+        name: value if first.setdefault(value.untyped_storage().data_ptr(), name) == name else value.clone()
+        for name, value in state.items()
+    }

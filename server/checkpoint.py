@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from common.errors import SettingsError
 from common.files import replacing
-from common.stored import Damaged, read_tensors
+from common.stored import Damaged, read_tensors, unshared
 from common.vector import State, sha256
 from strategies.course import Course
 
@@ -91,11 +91,7 @@ class Checkpoints:
 
     def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
         path = self._folder / f"{round:09d}.safetensors"
-        # Tensors that share storage (a tracker that equals another) must be written as their own.
-        unique: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            if unique.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
-                tensors[name] = tensor.clone()
+        tensors = unshared(tensors)
         with replacing(path) as temporary:
             save_file(tensors, temporary, {**about, "sha256": _digest(about, tensors)})
         self._kept[round] = int(about["generation"]), json.loads(about["accepted"])

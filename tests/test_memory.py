@@ -384,7 +384,7 @@ def test_lost_memory_of_ones_own_just_starts_empty(tmp_path: Path) -> None:
     """HaFedHo: no round is void and only client 2's own term is missing, as in a simulation that drops its version."""
     memory = tmp_path / "memory"
     grid = FaultyGrid(memory=str(memory))
-    settings = toy("hafedho", rounds=4)
+    settings = toy("hafedho", rounds=4, server={"optimizer": "momentum", "momentum": 0.0})  # always sent the model
     result = ran(tmp_path / "run", settings, grid, show=forget(grid, memory, "2", 2))
     assert [line["generation"] for line in result.history] == [1] * 4
     assert all(line["void"] == [] for line in result.history)

@@ -62,7 +62,7 @@ def test_an_unknown_task_names_the_allowed() -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ({"name": "digits", "hiden": 3}, r"\[task\]: hiden = 3: unknown key; allowed here: dtype, hidden"),
+        ({"name": "digits", "hiden": 3}, r"\[task\]: hiden = 3: unknown key; allowed here: dtype, model, hidden"),
         ({"name": "digits", "dtype": "float16"}, r"\[task\]: dtype = 'float16': .*'float32' or 'float64'"),
         ({"name": "npz", "fil": "a"}, r"\[task\]: fil = 'a': unknown key; allowed here: file, inputs"),
         ({"name": "npz"}, "task.file is required"),
