@@ -57,7 +57,8 @@ class FederatedStrategy(Strategy):
     """Name -> kind of all that a client uploads; a reply that differs is refused. "increment": a vector that is added
     up for ever, as the change of a tracker is."""
     survey: ClassVar[Mapping[str, Kind]] = {}
-    """The same of a first exchange within the round (Mime); empty: there is none. See `look` and `inform`."""
+    """The same of a first exchange within the round (Mime), under names of its own; empty: there is none. See `look`
+    and `inform`."""
     trackers: ClassVar[tuple[str, ...]] = ()
     """Entries of the server state that are averages over *all* clients' memories."""
     memory: ClassVar[MemoryKind] = "none"
@@ -90,7 +91,9 @@ class FederatedStrategy(Strategy):
         return self.payload
 
     def look(self, work: Work) -> Upload:
-        """The client's part of a first exchange: what `survey` names, before any training."""
+        """The client's part of a first exchange: what `survey` names, before any training. A function of the work
+        alone: a client whose compression remembers does it again in the second exchange, as it keeps nothing in between.
+        """
         raise NotImplementedError
 
     def inform(self, state: State, uploads: Sequence[Upload]) -> State:

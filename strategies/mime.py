@@ -64,10 +64,8 @@ class MimeLite(FederatedStrategy):
 
     def local(self, work: Work) -> Upload:
         """G_i, then K steps of U; sends Delta_i and G_i."""
-        gradient = work.full_gradient()
-        direct = (
-            self._adam(work.received) if self.base == "adam" else self._sgdm(work.received["momentum"] * self.beta1)
-        )
+        gradient, s = work.full_gradient(), work.received
+        direct = self._adam(s) if self.base == "adam" else self._sgdm(s["momentum"] * self.beta1)
         for each in work.steps(clip="before"):
             direct(each)
         return work.upload(delta=work.delta(), gradient=gradient)

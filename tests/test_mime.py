@@ -323,7 +323,7 @@ def test_the_loop_is_the_driver_of_these_tests(tmp_path: Path, clean: dict[str, 
 
 
 def test_messages_of_a_round(tmp_path: Path) -> None:
-    """Every client is asked twice a round, and bytes of both exchanges count: 5 vectors of 8 floats for each client."""
+    """Every client is asked twice a round, and the bytes of both exchanges count: 3 vectors down for MimeLite's 2."""
     grid = FaultyGrid()
     one, lite = ran(tmp_path / "a", toy("mime", rounds=1), grid), ran(tmp_path / "b", toy("mimelite", rounds=1))
     assert grid.asked == [(name, 1) for name in "01234"] * 2
