@@ -92,7 +92,7 @@ class FederatedStrategy(Strategy):
 
     def look(self, work: Work) -> Upload:
         """The client's part of a first exchange: what `survey` names, before any training. A function of the work
-        alone: a client whose compression remembers does it again in the second exchange, as it keeps nothing in between.
+        alone: a client whose compression remembers does it again in the second exchange, as it kept nothing.
         """
         raise NotImplementedError
 
