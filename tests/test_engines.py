@@ -27,6 +27,7 @@ from server.launch import SuperLink
 from server.processes import Family, stop
 from strategies import REGISTRY
 from tests.helpers import ON_DIGITS
+from tests.today import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -80,9 +81,14 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
         yield link
 
 
-@pytest.mark.parametrize("algorithm", REGISTRY)
+TODAY = {"scaffold", "hafedho", *drawn(list(REGISTRY), 6, "grpc")}
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in REGISTRY]
+)
 def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
-    """Over gRPC between processes; the same clients serve one run after the other."""
+    """Over gRPC between processes; the same clients serve one run after the other. Some algorithms a day."""
     folder = RunFolder(tmp_path)
     config: dict[str, str | int | float | bool] = {
         "experiment-toml": experiment(algorithm).toml(),

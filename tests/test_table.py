@@ -7,10 +7,7 @@ runs all of them.
 
 from __future__ import annotations
 
-import datetime
 import logging
-import os
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +31,7 @@ from strategies import REGISTRY, create
 from tests.faults import ran
 from tests.test_resume import alike, stopped
 from tests.test_resume import grid as on_disk
+from tests.today import drawn
 
 CLIENTS, ROUNDS = 4, 8
 MODELS = {"digits": {"hidden": 32}, "cnn": {"model": "cnn", "width": 4}}
@@ -89,12 +87,6 @@ class Case(NamedTuple):
 ALL = [Case(a, m, o, s) for a in REGISTRY for m in MODELS for o in ("sgd", "momentum", "adam") for s in SAMPLES]
 ALLOWED = [case for case in ALL if case.optimizer not in REFUSED.get(case.algorithm, ())]
 OWN = [Case(name, "digits", "own", "partial") for name in FIXED]
-DAY = int(os.environ.get("FEDKEEL_DAY") or datetime.date.today().toordinal())
-
-
-def drawn(count: int, what: str) -> list[Case]:
-    """The cases of today: every algorithm has its turn within a few days."""
-    return sorted(random.Random(f"{what} {DAY}").sample(ALLOWED, count))
 
 
 def suited(case: Case, **tables: Any) -> Experiment:
@@ -154,7 +146,7 @@ def check(case: Case, folder: Path) -> None:
     alike(ran(folder / "run", settings, on_disk(folder / "run"), resume=True), straight)
 
 
-@pytest.mark.parametrize("case", drawn(24, "in process") + OWN, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", drawn(ALLOWED, 24, "in process") + OWN, ids=lambda case: case.id)
 def test_todays_cases(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
@@ -223,7 +215,7 @@ def under_vce(few: dict[Case, Experiment], place: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_todays_engines(federation: SuperLink, tmp_path: Path) -> None:
-    engines(drawn(8, "engines"), federation, tmp_path)
+    engines(drawn(ALLOWED, 4, "engines"), federation, tmp_path)
 
 
 @pytest.mark.slow
