@@ -56,17 +56,22 @@ def personal_names(task: Task, module: nn.Module, parts: Sequence[str]) -> set[s
     tensors = {*trainable, *(name for name, _ in module.named_buffers())}
     selected: set[str] = set()
     for part in parts:
-        if part in KINDS or part == "head":
-            head = task.output_layer(module) if part == "head" else None
-            chosen = [n for n, m in module.named_modules() if m is head or isinstance(m, KINDS.get(part, ()))]
-            found = {name for name in tensors if any(name.startswith(f"{prefix}.") for prefix in chosen)}
-        else:
-            found = {name for name in tensors if fnmatchcase(name, part)}
+        found = _part(task, module, tensors, part)
         if not found:
-            allowed = ", ".join([*KINDS, "head", "a pattern of names like " + ", ".join(sorted(tensors)[:3])])
+            kinds = [kind for kind in (*KINDS, "head") if _part(task, module, tensors, kind)]
+            allowed = ", ".join([*kinds, "patterns of names like " + ", ".join(sorted(tensors)[:3])])
             raise SettingsError(f"personal.parts: {part!r} is no part of this model; allowed: {allowed}")
         selected |= found
     return selected
+
+
+def _part(task: Task, module: nn.Module, tensors: set[str], part: str) -> set[str]:
+    """Those of `tensors` that a part selects."""
+    if part not in KINDS and part != "head":
+        return {name for name in tensors if fnmatchcase(name, part)}
+    head = task.output_layer(module) if part == "head" else None
+    chosen = [n for n, m in module.named_modules() if m is head or isinstance(m, KINDS.get(part, ()))]
+    return {name for name in tensors if any(name.startswith(f"{prefix}.") for prefix in chosen)}
 
 
 def matrix_slots(task: Task, model: FlatModel, part: Literal["all", "shared", "personal"]) -> list[Slot]:

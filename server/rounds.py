@@ -22,6 +22,7 @@ from server.exchange import Exchange
 from server.folder import RunFolder
 from server.roster import Roster
 from server.stopping import Stop, Stopped
+from strategies import cautions
 from strategies.base import FederatedStrategy, Upload
 from strategies.course import Course, NotFinite
 from strategies.messages import Refused, read_reply, usable
@@ -153,7 +154,7 @@ class Rounds:
             )
         self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
         steps = max(member.steps for member in roster.members.values())
-        if warning := self._strategy.caution(self._experiment, steps):
+        for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")
         return roster
 

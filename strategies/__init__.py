@@ -169,6 +169,18 @@ def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> Federated
         raise SettingsError("\n".join(_line(experiment.strategy.name, cls, e) for e in error.errors())) from None
 
 
+def cautions(strategy: FederatedStrategy, experiment: Experiment, steps: int) -> list[str]:
+    """What to warn of before round 1; `steps` is the largest number of local steps that a client announced."""
+    local, own = experiment.local, strategy.caution(experiment, steps)
+    found = [own] if own else []
+    if local.optimizer == "soap" and local.moments == "reset":
+        found.append(
+            f"local.optimizer = 'soap' with moments = 'reset': the first of {steps} steps a round makes the eigenbases "
+            "and moves no matrix; moments = 'keep' has one such step in all"
+        )
+    return found
+
+
 def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
     """The keys that `[strategy]` takes beside `name`."""
     return [f.name for f in fields(cls) if f.name != "server"]
@@ -200,4 +212,4 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "create", "hyperparameter_names", "resolve"]
+__all__ = ["REGISTRY", "Entry", "cautions", "create", "hyperparameter_names", "resolve"]

@@ -301,7 +301,7 @@ def test_every_kind_of_normalization(kind: str, layer: nn.Module) -> None:
         (
             {"parts": ["convolutions.*"]},
             "personal.parts: 'convolutions.*' is no part of this model; allowed: batch-norm, layer-norm, group-norm, "
-            "head, a pattern of names like downsample.0.bias, downsample.0.weight, downsample.1.num_batches_tracked",
+            "head, patterns of names like downsample.0.bias, downsample.0.weight, downsample.1.num_batches_tracked",
         ),
         ({"parts": ["*"]}, "all trainable parameters are personal: there is nothing to share"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from strategies import REGISTRY, create, resolve
+from strategies import REGISTRY, cautions, create, resolve
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,12 @@ def test_a_resolved_experiment_means_the_same(name: str) -> None:
         assert resolve(Experiment.parse(text)) == resolved
     assert resolved.identity == resolve(Experiment.parse(resolved.toml(full=True))).identity
     assert create(resolved) == create(Experiment.parse(f'strategy.name = "{name}"'))
+
+
+@pytest.mark.parametrize(("moments", "warned"), [("reset", True), ("keep", False)])
+def test_soaps_lost_step_is_told(moments: str, warned: bool) -> None:
+    """With moments reset each round, one of the steps moves no matrix."""
+    experiment = Experiment.parse(f'local = {{optimizer = "soap", moments = "{moments}"}}')
+    found = cautions(create(experiment), experiment, 7)
+    assert len(found) == warned
+    assert all("the first of 7 steps a round" in text for text in found)
