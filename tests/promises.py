@@ -110,7 +110,7 @@ class Timeline:
     def advanced(self, course: Course, round: int, accepted: Sequence[str]) -> None:
         """The server has accepted a round. Checks all that must hold now."""
         forgot = {name for name in accepted if self._sent[name].metadata.message_id in self._forgot}
-        assert not forgot or course.strategy.memory == "own"
+        assert not forgot or course.strategy.memory_kind(course.experiment) == "own"
         self._note(course, "round", tuple(accepted), round, tuple(self._sent), frozenset(forgot))
         self._check_balance(course, accepted)
         self._check_kept(course)
@@ -130,15 +130,22 @@ class Timeline:
         return kept
 
     def _check_balance(self, course: Course, accepted: Sequence[str]) -> None:
-        """Tracker == sum_i q_i (accepted memory of i) over all known clients; HaFedHo's g is the cohort mean."""
+        """Tracker == sum_i q_i (accepted memory of i, less what compression still owes) over all known clients;
+        HaFedHo's g is the cohort mean. EF21's copies are alike on both sides."""
+        for key, copy in course.copies.items():
+            name, _, entry = key.partition("/")
+            assert torch.equal(self._memory(course, name)[entry], copy), f"round {course.round}: {key} differs"
         key, whom = "gradient", list(accepted)  # HaFedHo
+        if not course.strategy.trackers and course.experiment.compression.up != "none":
+            return  # what arrives is another vector than what is kept
         if course.strategy.trackers:
             (key,), whom = course.strategy.trackers, list(course.known)
         uniform = course.strategy.weights == "uniform"
         mass = {name: 1 if uniform else course.known[name] for name in whom}
         total, largest = torch.zeros_like(course.state[key]), 1.0
         for name in whom:
-            own = self._memory(course, name).get(key, torch.zeros_like(total))
+            memory, zero = self._memory(course, name), torch.zeros_like(total)
+            own = memory.get(key, zero) - memory.get(f"residual.{key}", zero)
             total += own * (mass[name] / sum(mass.values()))
             largest = max(largest, float(own.abs().max()))
         error = float((course.state[key] - total).abs().max())
@@ -217,4 +224,5 @@ def replay(experiment: Experiment, events: Sequence[Event]) -> Replay:
 def digest(course: Course) -> str:
     """All bits of the state, and all that is known of the clients."""
     more = sorted(course.accepted.items()), sorted(course.known.items()), course.generation, course.round
-    return f"{sha256({**course.state, **course.buffers})} {more}"
+    parts = (course.state | course.buffers, course.copies, course.downlink)
+    return f"{[sha256(part) for part in parts]} {more}"

@@ -26,6 +26,8 @@ from tests.schedules import DEADLINE_S, KINDS, Fault, Schedule, one_of_each, sch
 from tests.world import World
 
 ALGORITHMS = ["scaffold", "fagc", "hafedho", "feddyn"]
+COMPRESSED = ["scaffold ef14", "scaffold ef21", "fagc ef14", "hafedho ef21"]
+"""The same with top-k both ways: residuals, the server's copies and what clients hold of the model."""
 BLOCKS, IN_A_BLOCK = int(os.environ.get("FEDKEEL_SCHEDULES", "150")) // 10, 10
 
 
@@ -40,6 +42,9 @@ def settings_of(algorithm: str, schedule: Schedule, folder: Path) -> Experiment:
         "start": np.zeros(d),
     }
     tables: dict[str, Any] = {"rounds": 4, "seed": 1, **schedule.tables}
+    algorithm, _, feedback = algorithm.partition(" ")
+    if feedback:
+        tables["compression"] = {"up": "top-k", "down": "top-k", "ratio": 0.5, "feedback": feedback}
     if algorithm == "feddyn":  # it has no momentum on the server
         tables |= {"alpha": 0.5, "server": {"lr": 0.5 if tables.get("server") == {"optimizer": "momentum"} else 1.0}}
     limits = {"deadline_s": DEADLINE_S, "wait_for": n - schedule.late, **tables.pop("round", {})}
@@ -65,14 +70,15 @@ def survived(algorithm: str, schedule: Schedule) -> World:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + COMPRESSED)
 def test_random_schedules(algorithm: str) -> None:
     """Whatever happens: the run ends, the state fits, and the weights are those of its accepted sets.
 
-    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets; they are the same each time.
+    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets, a third with compression; they are the same each time.
     """
     counts: Counter[str] = Counter()
-    for block in range(BLOCKS):
+    blocks = BLOCKS if algorithm in ALGORITHMS else BLOCKS // 3
+    for block in range(blocks):
 
         @seed(block)
         @settings(
@@ -89,8 +95,8 @@ def test_random_schedules(algorithm: str) -> None:
 
         check()
     print(f"\n{algorithm}: {dict(sorted(counts.items()))}")
-    assert counts["schedules"] >= BLOCKS * IN_A_BLOCK
-    assert {kind: counts[kind] for kind in KINDS if counts[kind] < BLOCKS} == {}  # each kind really struck
+    assert counts["schedules"] >= blocks * IN_A_BLOCK
+    assert {kind: counts[kind] for kind in KINDS if counts[kind] < blocks} == {}  # each kind really struck
 
 
 # --- each fault alone, in the third of four rounds with four clients; client "1" is struck
