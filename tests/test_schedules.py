@@ -74,7 +74,7 @@ def survived(algorithm: str, schedule: Schedule) -> World:
 def test_random_schedules(algorithm: str) -> None:
     """Whatever happens: the run ends, the state fits, and the weights are those of its accepted sets.
 
-    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets, a third with compression; they are the same each time.
+    FEDKEEL_SCHEDULES sets how many schedules each algorithm gets, a third of it with compression; always the same.
     """
     counts: Counter[str] = Counter()
     blocks = BLOCKS if algorithm in ALGORITHMS else BLOCKS // 3
