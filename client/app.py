@@ -168,13 +168,17 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
     upload.metrics["seconds.train"] = time.perf_counter() - started
 
+    kinds = strategy.survey if head.phase else strategy.expects(work.assigned)
+    sent, residuals = compressed(session, head, held, upload, kinds)
+    if policy.max_upload_norm is not None and session.codec.active:
+        # What was left behind earlier leaves with it.
+        policy.check_upload(session.codec.decode(sent, kinds, session.model.vector, held, seeds(session, head))[0])
+
     stage[0] = "save"
     done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
     if head.phase:
-        sent, _ = compressed(session, head, held, upload, strategy.survey)
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)
-    sent, residuals = compressed(session, head, held, upload, strategy.expects(work.assigned))
     # A residual may be the vector that is sent, and that the live model.
     upload, kept = replace(upload, vectors=sent), kept | {name: work.own(value) for name, value in residuals.items()}
     if kind == "none":
@@ -229,14 +233,14 @@ def compressed(
     session: Session, head: TrainHead, memory: State, upload: Upload, kinds: Mapping[str, Kind]
 ) -> tuple[State, State]:
     """What is sent in place of an upload's vectors, and what compression remembers of it."""
-    codec = session.codec
-    if not codec.active:
+    if not session.codec.active:
         return upload.vectors, {}
+    return session.codec.encode(upload.vectors, kinds, memory, seeds(session, head))
 
-    def seed(group: str) -> int:
-        return upload_seed(session.experiment.seed, head.client, head.round, group)
 
-    return codec.encode(upload.vectors, kinds, memory, seed)
+def seeds(session: Session, head: TrainHead) -> Callable[[str], int]:
+    """Group -> seed of its compression in this round."""
+    return lambda group: upload_seed(session.experiment.seed, head.client, head.round, group)
 
 
 def _save_and_reply(home: Memory, head: TrainHead, kept: State, build: Callable[[], RecordDict]) -> RecordDict:

@@ -148,6 +148,24 @@ def test_the_history_says_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list((tmp_path / "memory").glob("*/3")), "what was not sent is not remembered as sent"
 
 
+@pytest.mark.parametrize(("feedback", "factor"), [("none", 7.0), ("ef14", 1.0), ("ef21", 1.0)])
+def test_the_bound_is_that_of_what_leaves(feedback: str, factor: float, tmp_path: Path) -> None:
+    """Compressed: random-k without feedback sends 2 of 14 entries times 7; with it nothing that is longer at first."""
+    compression = {"up": "random-k", "ratio": 0.1, "feedback": feedback}
+    site = Site(tmp_path / "a", toy("fedavg", compression=compression), name="4")
+    delta = Site(tmp_path / "b", toy("fedavg"), name="4").train().state["delta"]
+    values = site.train().state["delta/values"]
+    arrives = float(values.norm())
+    whole = float(delta.norm())
+    assert len(values) == (14 if feedback == "ef21" else 2)
+    assert set((values / factor).tolist()) <= set(delta.tolist())
+    for bound in (0.999 * max(arrives, whole), 1.001 * max(arrives, whole)):
+        (place := tmp_path / str(bound)).mkdir()  # a policy is read once for each path
+        path = policy(place, f"max_upload_norm = {bound!r}")
+        reply = Site(place / "memory", toy("fedavg", compression=compression), name="4", policy=path).train()
+        assert (reply.head.status == "ok") == (bound > max(arrives, whole))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0])
 def test_the_bound_of_uploads_is_no_way_around(value: float) -> None:
     """Not finite is over every bound; scalars have none."""
