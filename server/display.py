@@ -132,8 +132,11 @@ def summary(history: list[Record], folder: Path, plot: Path | None) -> str:
     """What a finished run prints."""
     last = history[-1]
     accuracy = headline(last, "accuracy")
+    whose = " of the clients' own models" if last.get("personal") and not last.get("central") else ""
     lines = [
-        f"accuracy {accuracy:.4f} after round {last['round']}" if accuracy is not None else f"round {last['round']}",
+        f"accuracy {accuracy:.4f}{whose} after round {last['round']}"
+        if accuracy is not None
+        else f"round {last['round']}",
         f"sent {size(sum(r['bytes_down'] for r in history))} down, {size(sum(r['bytes_up'] for r in history))} up",
         f"weights sha256 {last['sha256']}",
         f"run folder {folder}",

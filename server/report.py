@@ -57,7 +57,8 @@ def row(name: str, records: Sequence[Record], target: float) -> tuple[str, ...]:
     return (
         name,
         str(last["round"]),
-        _number(headline(last, "accuracy")),
+        # Another question than that of one model for all: not to be read as its answer.
+        _number(headline(last, "accuracy")) + (" own" if last.get("personal") and not last.get("central") else ""),
         _number(headline(last, "loss")),
         str(reached[0]) if reached else f"not in {last['round']}",
         size(reached[1]) if reached else "-",
