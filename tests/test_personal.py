@@ -23,8 +23,8 @@ from common.experiment import Experiment, PartitionSettings
 from common.models import build, personal_names
 from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel, State, sha256
-from server import report
-from server.display import Display, cells, headline, summary
+from server import display, report
+from server.display import Display, cells, headline
 from server.events import scalars
 from server.inprocess import InProcessGrid, grid
 from server.metrics import RunMetrics
@@ -664,4 +664,4 @@ def test_display_metrics_report_and_events_show_personal_numbers(done: Ran, tmp_
         assert found == last["personal"]["accuracy"][kind]
     table = report.write([done.folder.path], 0.0, tmp_path / "report.html")
     assert f"| {last['personal']['accuracy']['weighted']:.4f} own |" in table
-    assert "of the clients' own models after round" in summary(done.history, tmp_path, None)
+    assert "of the clients' own models after round" in display.summary(done.history, tmp_path, None)
