@@ -212,6 +212,18 @@ def require_sgd(algorithm: str, experiment: Experiment, why: str) -> None:
         )
 
 
+def damped_decay(algorithm: str, key: str, factor: float, experiment: Experiment) -> str | None:
+    """A warning where local weight decay meets gradients that the algorithm scales by `factor`: at rest its momentum
+    is zero, so the decay acts 1/factor times as strongly."""
+    decay = experiment.local.weight_decay
+    if not decay or factor == 1:
+        return None
+    return (
+        f"{algorithm}: local.weight_decay = {decay:g} is not scaled by strategy.{key} = {factor:g} as gradients are: it "
+        f"acts as a decay of {decay / factor:g}; {decay * factor:g} acts as {decay:g}"
+    )
+
+
 def all_finite(state: State) -> bool:
     """Whether every number of a state is finite."""
     return all(math.isfinite(norm(value)) for value in state.values())
@@ -226,6 +238,7 @@ __all__ = [
     "Work",
     "all_finite",
     "cohort_mean",
+    "damped_decay",
     "hyperparameters",
     "require_sgd",
     "tracker_change",

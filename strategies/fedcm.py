@@ -13,7 +13,15 @@ from common import server_optimizers
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State
-from strategies.base import FederatedStrategy, Upload, Work, cohort_mean, hyperparameters, require_sgd
+from strategies.base import (
+    FederatedStrategy,
+    Upload,
+    Work,
+    cohort_mean,
+    damped_decay,
+    hyperparameters,
+    require_sgd,
+)
 
 
 @hyperparameters
@@ -59,3 +67,7 @@ class FedCM(FederatedStrategy):
                 f"local.momentum = {experiment.local.momentum} beside strategy.name = 'fedcm', which is momentum: the "
                 "one feeds the other and both grow; allowed: 0"
             )
+
+    def caution(self, experiment: Experiment, steps: int) -> str | None:
+        """Weight decay is not scaled by alpha, gradients are."""
+        return damped_decay("fedcm", "alpha", self.alpha, experiment)

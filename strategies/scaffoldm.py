@@ -19,6 +19,7 @@ from strategies.base import (
     Upload,
     Work,
     cohort_mean,
+    damped_decay,
     hyperparameters,
     require_sgd,
     tracker_change,
@@ -98,10 +99,4 @@ class ScaffoldM(FederatedStrategy):
 
     def caution(self, experiment: Experiment, steps: int) -> str | None:
         """Weight decay is not scaled by beta, gradients are."""
-        decay = experiment.local.weight_decay
-        if not decay or self.beta == 1:
-            return None
-        return (
-            f"scaffoldm: local.weight_decay = {decay:g} is not scaled by strategy.beta = {self.beta:g} as gradients "
-            f"are: it acts as a decay of {decay / self.beta:g}; {decay * self.beta:g} acts as {decay:g}"
-        )
+        return damped_decay("scaffoldm", "beta", self.beta, experiment)

@@ -424,6 +424,17 @@ def test_fedcm_keeps_fedavgs_bias(tmp_path: Path) -> None:
     assert run.distance(run.task.minimizer("uniform")) > 0.1
 
 
+def test_fedcm_magnifies_weight_decay(tmp_path: Path) -> None:
+    """As SCAFFOLD-M. Clients of one step have no drift, so its rest is exact: alpha mean g_i + lambda x = 0."""
+    given = {"arrays": SMALL | {"steps": [1, 1, 1]}, "local": {"lr": 0.2, "weight_decay": 0.1}}
+    run = Simulation(experiment(tmp_path, "fedcm", alpha=0.25, **given))
+    a, e = SMALL["curvatures"], SMALL["centers"]
+    assert run.rest().distance((a * e).mean(0) / (a.mean(0) + 0.1 / 0.25)) < 1e-12
+    assert "it acts as a decay of 0.4" in str(run.strategy.caution(run.experiment, 1))
+    plain = Simulation(experiment(tmp_path, "fedcm", alpha=1.0, **given))
+    assert plain.strategy.caution(plain.experiment, 1) is None
+
+
 def test_scaffoldm_magnifies_weight_decay(tmp_path: Path) -> None:
     """At rest g = 0 and beta sum q_i g_i(x) + lambda x = 0: the minimizer of F + lambda/(2 beta) |w|^2."""
     run = small(tmp_path, "scaffoldm", beta=0.25, local={"lr": 0.2, "weight_decay": 0.1})
