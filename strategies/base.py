@@ -219,8 +219,8 @@ def damped_decay(algorithm: str, key: str, factor: float, experiment: Experiment
     if not decay or factor == 1:
         return None
     return (
-        f"{algorithm}: local.weight_decay = {decay:g} is not scaled by strategy.{key} = {factor:g} as gradients are: it "
-        f"acts as a decay of {decay / factor:g}; {decay * factor:g} acts as {decay:g}"
+        f"{algorithm}: local.weight_decay = {decay:g} is not scaled by strategy.{key} = {factor:g} as gradients are: "
+        f"it acts as a decay of {decay / factor:g}; {decay * factor:g} acts as {decay:g}"
     )
 
 
