@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 from client.batches import batches_per_epoch, channels_last, epoch_batches, has_normalization, normalization_frozen
 from client.forward import Forward
-from client.optimizers import LocalOptimizer, unit_response
+from client.optimizers import unit_response
+from client.stepper import Stepper
 from common.experiment import LocalSettings
-from common.models import matrix_slots
 from common.seeds import generator
 from common.tasks.base import ClientData, Task
 from common.vector import FlatModel, Layout, State
 from strategies.base import Part, Upload
-
-OPTIMIZER = "optimizer."
-"""Prefix in client memory of a kept optimizer's state."""
 
 
 class LocalWork:
@@ -139,7 +136,7 @@ class LocalWork:
     ) -> Iterator[Tensor]:
         """`budget` steps, or as many as the settings say, on one part of the model."""
         model, settings, forward = self._model, self._settings, self._forward
-        stepper = _Stepper(settings, self._task, model, self.lr, part, yields, self.memory)
+        stepper = Stepper(settings, self._task, model, self.lr, part, yields, self.memory)
         shown = model.gradient if part == "all" else stepper.gradient
         self._clippable = stepper.gradient
         proximal = self.received["model"] if self.proximal_mu and part != "personal" else None
@@ -254,63 +251,6 @@ class LocalWork:
                     return
             if wanted is None and taken >= settings.epochs * batches_per_epoch(count, settings.batch_size, has_norm):
                 return
-
-
-class _Stepper:
-    """The local optimizer on one part of the model, from a kept state if there is one.
-
-    With `yields` = "direction" it works on a displacement that starts at 0 in each step, so that nothing is lost in
-    w - (w - lr d); weight decay is then applied here, outside the direction where it is decoupled.
-    """
-
-    def __init__(
-        self,
-        settings: LocalSettings,
-        task: Task,
-        model: FlatModel,
-        lr: float,
-        part: Part,
-        yields: Literal["gradient", "direction"],
-        memory: State,
-    ) -> None:
-        size = len(model.vector)
-        span = {"all": slice(None), "shared": slice(size), "personal": slice(size, None)}[part]
-        self.vector, self.gradient = model.whole[span], model.whole_gradient[span]
-        if not len(self.vector):
-            raise ValueError(f"this model has no {part} part")
-        self._moved = torch.zeros_like(self.vector) if yields == "direction" else None
-        # Direction space is that of the shared part.
-        self._shown = None if self._moved is None else self._moved[:size] if part == "all" else self._moved
-        self._prefix = f"{OPTIMIZER}{part}."
-        self._decay = settings.weight_decay if yields == "direction" else 0.0
-        self._coupled = settings.optimizer in ("sgd", "adam", "amsgrad")
-        if self._decay:
-            settings = settings.model_copy(update={"weight_decay": 0.0})
-        target = self.vector if self._moved is None else self._moved
-        self.optimizer = LocalOptimizer(settings, target, self.gradient, lr, matrix_slots(task, model, part))
-        held = {k.removeprefix(self._prefix): v for k, v in memory.items() if k.startswith(self._prefix)}
-        if held and settings.moments == "keep":
-            self.optimizer.load(held)
-
-    def state(self) -> State:
-        """The optimizer's, as entries of client memory."""
-        return {self._prefix + name: value for name, value in self.optimizer.state().items()}
-
-    def step(self) -> Iterator[Tensor]:
-        """One step; yields the direction (d,) if it was asked for."""
-        if self._moved is None or self._shown is None:
-            self.optimizer.step()
-            return
-        lr = self.optimizer.lr
-        if self._decay and self._coupled:
-            self.gradient.add_(self.vector, alpha=self._decay)
-        self._moved.zero_()
-        self.optimizer.step()
-        yield self._shown.div_(-lr)
-        self._shown.mul_(-lr)
-        if self._decay and not self._coupled:
-            self.vector.mul_(1 - lr * self._decay)
-        self.vector.add_(self._moved)
 
 
 def local_steps(data: ClientData, settings: LocalSettings) -> int:
