@@ -69,7 +69,7 @@ class Timeline:
 
     def hook(self, patch: pytest.MonkeyPatch) -> None:
         """Take notes of what happens to a course. `advanced` is called by the world."""
-        admit, renew, messages = Course.admit, Course.new_generation, Course.messages
+        admit, renew, messages, lost = Course.admit, Course.new_generation, Course.messages, Course.lost_memory
 
         def noted_admit(course: Course, members: Any) -> None:
             members = list(members)
@@ -87,6 +87,13 @@ class Timeline:
             self._sent = messages(course, *given)
             return self._sent
 
+        def noted_lost(course: Course, name: str) -> bool:
+            bound = lost(course, name)
+            if not bound:
+                self._note(course, "loss", (name,))
+            return bound
+
+        patch.setattr(Course, "lost_memory", noted_lost)
         patch.setattr(Course, "admit", noted_admit)
         patch.setattr(Course, "new_generation", noted_generation)
         patch.setattr(Course, "messages", noted_messages)
@@ -205,6 +212,8 @@ class Replay(Simulation):
             self.join(event.names)
         elif event.kind == "generation":
             self.course.new_generation()
+        elif event.kind == "loss":
+            assert not self.course.lost_memory(event.names[0])
         else:
             self.sampled, self.forgot = list(event.sampled), event.forgot
             self.course.assigned = self.strategy.assign(self.course.state, self.sampled, event.round)
