@@ -285,7 +285,7 @@ def test_parts_by_module_type_and_by_pattern() -> None:
 )
 def test_every_kind_of_normalization(kind: str, layer: nn.Module) -> None:
     """By its class, not by its name."""
-    module = nn.ModuleDict({"bn_in_name_only": nn.Linear(2, 2), "x": layer})
+    module = nn.ModuleDict({"bn_in_name_only": nn.Linear(2, 2), "x": layer, "fc": nn.Linear(2, 2)})
     every = {name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name.startswith("x.")}
     for part in ("batch-norm", "layer-norm", "group-norm"):
         if part == kind:
