@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,7 +17,6 @@ from client.policy import Denied
 from client.received import check_numbers, receive
 from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
 from client.work import LocalWork, local_steps
-from common.compression import Kind
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import ClientData
@@ -148,31 +147,33 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     if kind != "none" and 0 < head.order <= home.newest(head.run, head.client):
         # Its version may be the accepted one by now, and what it says of versions to keep is of old.
         return reply_content(replace(reply, status="late", reason="this message or a newer one has been worked on"))
-    memory = _memory(home, session, head) if kind != "none" else {}
-    if memory is None and kind == "bound":
+    loaded = _memory(home, session, head) if kind != "none" else {}
+    if loaded is None and kind == "bound":
         return reply_content(replace(reply, status="memory-lost"))
+    memory = held = loaded or {}
 
     stage[0] = "train"
     started = time.perf_counter()
     try:
-        received = receive(session, message, memory or {}, head.round, head.digest)
+        received = receive(session, message, memory, head.round, head.digest)
     except NotHeld as error:
         return reply_content(replace(reply, status="memory-lost", reason=str(error)))
-    watch, held = policy.watch(), memory or {}
+    watch, seeds = policy.watch(), _seeds(session, head)
     if strategy.survey and not head.phase and session.codec.remembers:
         # Anew what the first exchange sent, to the bit: a client keeps nothing in between.
-        work = _work(session, head, data, received, memory or {}, message, watch)
-        _, held = compressed(session, head, held, _upload(session, head, work, "survey"), strategy.survey)
-    work = _work(session, head, data, received, memory or {}, message, watch)
+        work = _work(session, head, data, received, memory, message, watch)
+        looked = _upload(session, head, work, "survey")
+        _, held = session.codec.encode(looked.vectors, strategy.survey, memory, seeds)
+    work = _work(session, head, data, received, memory, message, watch)
     upload = _upload(session, head, work, head.phase)
     policy.check_upload(upload.vectors)  # Before the save: what must not leave is not remembered as sent.
     upload.metrics["seconds.train"] = time.perf_counter() - started
 
     kinds = strategy.survey if head.phase else strategy.expects(work.assigned)
-    sent, residuals = compressed(session, head, held, upload, kinds)
+    sent, residuals = session.codec.encode(upload.vectors, kinds, held, seeds)
     if policy.max_upload_norm is not None and session.codec.active:
         # What was left behind earlier leaves with it.
-        policy.check_upload(session.codec.decode(sent, kinds, session.model.vector, held, seeds(session, head))[0])
+        policy.check_upload(session.codec.decode(sent, kinds, session.model.vector, held, seeds)[0])
 
     stage[0] = "save"
     done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
@@ -229,16 +230,7 @@ def _upload(session: Session, head: TrainHead, work: LocalWork, phase: str) -> U
         return session.strategy.look(work) if phase else session.strategy.local(work)
 
 
-def compressed(
-    session: Session, head: TrainHead, memory: State, upload: Upload, kinds: Mapping[str, Kind]
-) -> tuple[State, State]:
-    """What is sent in place of an upload's vectors, and what compression remembers of it."""
-    if not session.codec.active:
-        return upload.vectors, {}
-    return session.codec.encode(upload.vectors, kinds, memory, seeds(session, head))
-
-
-def seeds(session: Session, head: TrainHead) -> Callable[[str], int]:
+def _seeds(session: Session, head: TrainHead) -> Callable[[str], int]:
     """Group -> seed of its compression in this round."""
     return lambda group: upload_seed(session.experiment.seed, head.client, head.round, group)
 

@@ -40,6 +40,8 @@ from common.vector import Slot, State
 
 MUON_SCALE = {"none": "original", "aspect": "original", "rms": "match_rms_adamw"}
 
+MATRIX_OPTIMIZERS = ("muon", "soap")
+
 
 class LocalOptimizer:
     """The local optimizer of one round over one flat vector (n,) and its gradient (n,), both live, never copied.
@@ -51,7 +53,7 @@ class LocalOptimizer:
         self, settings: LocalSettings, vector: Tensor, gradient: Tensor, lr: float, matrices: Sequence[Slot] = ()
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
-        if settings.optimizer not in ("muon", "soap"):
+        if settings.optimizer not in MATRIX_OPTIMIZERS:
             self._parts["vector"] = _whole(settings, [_leaf(vector, gradient)], lr)
             return
         matrices = sorted(matrices, key=lambda slot: slot.start)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from client.optimizers import LocalOptimizer
+from client.optimizers import MATRIX_OPTIMIZERS, LocalOptimizer
 from common.experiment import LocalSettings
 from common.models import matrix_slots
 from common.tasks.base import Task
@@ -50,7 +50,9 @@ class Stepper:
         if self._decay:
             settings = settings.model_copy(update={"weight_decay": 0.0})
         target = self.vector if self._moved is None else self._moved
-        self.optimizer = LocalOptimizer(settings, target, self.gradient, lr, matrix_slots(task, model, part))
+        # To look for them takes a walk through the model's modules.
+        matrices = matrix_slots(task, model, part) if settings.optimizer in MATRIX_OPTIMIZERS else []
+        self.optimizer = LocalOptimizer(settings, target, self.gradient, lr, matrices)
         held = {k.removeprefix(self._prefix): v for k, v in memory.items() if k.startswith(self._prefix)}
         if held and settings.moments == "keep":
             self.optimizer.load(held)

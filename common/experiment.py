@@ -154,6 +154,11 @@ class CompressionSettings(Section):
     )
     decay: float = Field(1.0, gt=0, le=1, description="ef14: factor of what was not sent, a round")
 
+    @property
+    def lossy(self) -> bool:
+        """Whether less arrives than clients mean to send."""
+        return self.up not in ("none", "identity")
+
 
 class PersonalSettings(Section):
     """`[personal]`: which parts of the model stay with each client, and how its own model is evaluated.

@@ -115,6 +115,11 @@ def headline(record: Record, key: str) -> float | None:
     return None
 
 
+def personal(record: Record) -> bool:
+    """Whether a record's headline is of the clients' own models: another question than that of one model for all."""
+    return bool(record.get("personal")) and not record.get("central")
+
+
 def size(count: float) -> str:
     """Bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -132,7 +137,7 @@ def summary(history: list[Record], folder: Path, plot: Path | None) -> str:
     """What a finished run prints."""
     last = history[-1]
     accuracy = headline(last, "accuracy")
-    whose = " of the clients' own models" if last.get("personal") and not last.get("central") else ""
+    whose = " of the clients' own models" if personal(last) else ""
     lines = [
         f"accuracy {accuracy:.4f}{whose} after round {last['round']}"
         if accuracy is not None

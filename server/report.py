@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError
-from server.display import headline, size
+from server.display import headline, personal, size
 from server.folder import HISTORY, read_history
 from server.plots import curves
 
@@ -57,8 +57,7 @@ def row(name: str, records: Sequence[Record], target: float) -> tuple[str, ...]:
     return (
         name,
         str(last["round"]),
-        # Another question than that of one model for all: not to be read as its answer.
-        _number(headline(last, "accuracy")) + (" own" if last.get("personal") and not last.get("central") else ""),
+        _number(headline(last, "accuracy")) + (" own" if personal(last) else ""),
         _number(headline(last, "loss")),
         str(reached[0]) if reached else f"not in {last['round']}",
         size(reached[1]) if reached else "-",

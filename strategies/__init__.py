@@ -155,7 +155,7 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
             f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"
         )
     kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
-    if "increment" in kinds and sent.up not in ("none", "identity") and sent.feedback == "none":
+    if "increment" in kinds and sent.lossy and sent.feedback == "none":
         raise SettingsError(
             f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
             f"strategy.name = {experiment.strategy.name!r} adds up on the server; allowed: 'ef14', 'ef21'"

@@ -117,7 +117,7 @@ class FederatedStrategy(Strategy):
     def memory_kind(self, experiment: Experiment) -> MemoryKind:
         """What client memory is with all of an experiment's settings: the algorithm's own, and what compression, a kept
         optimizer and personal parts remember."""
-        lossy = experiment.compression.up not in ("none", "identity")
+        lossy = experiment.compression.lossy
         feedback = experiment.compression.feedback
         if self.memory == "bound" or (lossy and feedback == "ef21"):
             return "bound"

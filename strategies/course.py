@@ -143,10 +143,15 @@ class Course:
         `informed`: the state after a round's first exchange; `phase` = "survey" is that exchange.
         """
         broadcast = self.strategy.broadcast(self.state if informed is None else informed)
-        whole = wire.to_records(self._down.whole(broadcast, self.downlink))
-        holders = {m.name for m in members if round > 1 and self.accepted.get(m.name) == round - 1}
-        rest, digest = None, ""
-        if holders and self._down.saves and not phase:
+        holders: set[str] = set()
+        if self._down.saves and round > 1 and not phase:
+            holders = {m.name for m in members if self.accepted.get(m.name) == round - 1}
+        # A record is a copy of all that it holds: only those that somebody is sent.
+        whole = rest = None
+        digest = ""
+        if len(holders) < len(members):
+            whole = wire.to_records(self._down.whole(broadcast, self.downlink))
+        if holders:
             left, digest = self._down.rest(broadcast, self.downlink)
             rest = wire.to_records(left)
         buffers = wire.to_records(self.buffers)
@@ -170,10 +175,10 @@ class Course:
                         layout=self.layout,
                         order=self.order,
                         phase=phase,
-                        holds=round - 1 if rest is not None and member.name in holders else 0,
+                        holds=round - 1 if member.name in holders else 0,
                         digest=digest if member.name in holders else "",
                     ),
-                    rest if rest is not None and member.name in holders else whole,
+                    rest if member.name in holders else whole,
                     buffers,
                     self.assigned.get(member.name, {}),
                 ),
@@ -249,16 +254,14 @@ class Course:
 
     def _decoded(self, round: int, name: str, sent: State, payload: Mapping[str, Kind]) -> tuple[State, State]:
         """What a client means by what it sent: vectors by group, and the new copies of this client."""
-        model, vectors, copies = self.state["model"], sent, State()
-        if self._codec.active:
-            prefix = f"{name}/"
-            held = {key.removeprefix(prefix): v for key, v in self.copies.items() if key.startswith(prefix)}
-            try:
-                vectors, copies = self._codec.decode(
-                    sent, payload, model, held, lambda group: upload_seed(self.experiment.seed, name, round, group)
-                )
-            except ValueError as error:
-                raise Refused("layout", str(error)) from None
+        model, prefix = self.state["model"], f"{name}/"
+        held = {key.removeprefix(prefix): v for key, v in self.copies.items() if key.startswith(prefix)}
+        try:
+            vectors, copies = self._codec.decode(
+                sent, payload, model, held, lambda group: upload_seed(self.experiment.seed, name, round, group)
+            )
+        except ValueError as error:
+            raise Refused("layout", str(error)) from None
         _same_groups("upload", vectors, payload.keys())
         for group, kind in payload.items():
             like = torch.empty((), dtype=torch.float64) if kind == "scalar" else model
