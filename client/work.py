@@ -245,7 +245,7 @@ class LocalWork:
         taken = 0
         while wanted is None or taken < wanted:
             for index in epoch_batches(count, settings.batch_size, self._order, merge_single=has_norm):
-                yield self._batch(index), has_norm and len(index) == 1
+                yield self._task.augment(self._batch(index)), has_norm and len(index) == 1
                 taken += 1
                 if taken == wanted:
                     return

@@ -17,6 +17,7 @@ from strategies.course import Course
 from strategies.messages import Refused, read_reply
 
 Summary = dict[str, dict[str, float | int | str]]
+Results = Mapping[str, tuple[int, Mapping[str, float]]]
 
 
 class Evaluation:
@@ -44,8 +45,8 @@ class Evaluation:
         self._model.load(course.state["model"], course.buffers)
         return evaluate_model(self._task, self._model.module, self._central, self._settings.batch_size)
 
-    def clients(self, course: Course, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Summary:
-        """Each metric over clients, each on its own examples, as `summarize` gives it; {} if not asked for."""
+    def clients(self, course: Course, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Results:
+        """Client -> number of examples and metrics on its own examples; {} if not asked for."""
         if self._clients == "none":
             return {}
         chosen = set(sampled) if self._clients == "sampled" else set(roster.members)
@@ -62,10 +63,16 @@ class Evaluation:
                 results[name] = (reply.head.examples, reply.metrics)
             except Refused:
                 continue
-        return summarize(results)
+        return results
 
 
-def summarize(results: Mapping[str, tuple[int, Mapping[str, float]]]) -> Summary:
+def each(results: Results) -> dict[str, dict[str, float]]:
+    """metric -> client -> value."""
+    keys = sorted({key for _, metrics in results.values() for key in metrics})
+    return {key: {name: m[key] for name, (_, m) in sorted(results.items()) if key in m} for key in keys}
+
+
+def summarize(results: Results) -> Summary:
     """metric -> {"weighted": mean by examples, "mean": plain mean, "worst": value, "client": who, "n": clients}.
 
     Worst is the largest loss and the smallest of anything else. Clients whose value is not finite count as worst and

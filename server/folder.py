@@ -132,9 +132,11 @@ class RunFolder:
     def set_status(self, status: str, **more: Any) -> None:
         """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
 
-        From "running" on it keeps `after`: the round from which on this process has written the history.
+        From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
+        hash of the partition, and over resumes `initial`, the hash of the weights before round 1.
         """
-        kept = {} if status == "starting" else {key: value for key, value in self.status().items() if key == "after"}
+        lasting = {"initial"} if status == "starting" else {"initial", "plan", "after"}
+        kept = {key: value for key, value in self.status().items() if key in lasting}
         write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
 
     def status(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from common.experiment import Experiment
 from common.tasks.base import Task
 from common.vector import FlatModel, State
 from server.checkpoint import Checkpoints
-from server.evaluate import Evaluation, describe, summarize
+from server.evaluate import Evaluation, describe, each, summarize
 from server.exchange import Exchange
 from server.folder import RunFolder
 from server.roster import Roster
@@ -93,7 +93,10 @@ class Rounds:
         """
         course = self._resumed() if resume else self._fresh()
         # Whoever follows the history from outside shows what comes after this round.
-        self._folder.set_status("running", rounds=self._experiment.rounds, after=course.round)
+        about = {"rounds": self._experiment.rounds, "after": course.round, "plan": self._task.plan_hash()}
+        if not resume:
+            about["initial"] = vector.sha256({"model": course.state["model"], **course.buffers})
+        self._folder.set_status("running", **about)
         self._folder.save_settings(self._experiment)
         try:
             if course.round >= self._experiment.rounds:
@@ -182,7 +185,8 @@ class Rounds:
                 record["central"] = self._evaluation.central(course)
                 found = self._evaluation.clients(course, roster, exchange, attempt.sampled)
                 # A client's own model is another thing than the global one on its data.
-                record["personal" if self._experiment.personal.active else "clients"] = found
+                record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
+                record["each"] = each(found)
                 record["task"] = describe(self._task, course.state["model"])
         with _timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()

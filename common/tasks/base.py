@@ -74,6 +74,11 @@ class Task(ABC):
         Called without gradients and with the model in evaluation mode.
         """
 
+    def augment(self, batch: Any) -> Any:
+        """A training batch, changed at random: once a step, before every pass of that step sees it, on the batch's
+        device and as a whole. Random numbers come from torch's global generator, which the caller has seeded."""
+        return batch
+
     def output_layer(self, model: nn.Module) -> nn.Module | None:
         """The layer of `model` whose input (b, r) is the representation of a batch and whose output are the logits:
         the "head" that clients may keep, and where MOON looks. None: this model has no such layer."""
