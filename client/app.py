@@ -140,7 +140,7 @@ def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context
     data = session.data(head.client, str(context.node_config.get("data", "")))
     if not len(data.train):
         return reply_content(replace(reply, status="empty"))
-    policy.check_steps(local_steps(data, session.experiment.local))
+    policy.check_steps(local_steps(data, session.experiment.local, head.epochs, head.steps))
 
     stage[0] = "memory"
     home, kind = memory_of(context, session), strategy.memory_kind(session.experiment)
@@ -219,6 +219,8 @@ def _work(
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
         assigned=scalars(message.content.metric_records.get(METRICS)),
         head_steps=session.experiment.personal.head_steps,
+        epochs=head.epochs,
+        most_steps=head.steps,
         watch=watch,
     )
 

@@ -54,5 +54,7 @@ def check_numbers(head: TrainHead) -> None:
     if head.generation < 1 or head.round < 1 or not 0 <= head.accepted < head.round:
         told = f"generation {head.generation}, round {head.round}, accepted {head.accepted}"
         raise ValueError(f"no such round: {told}")
+    if head.epochs < 0 or head.steps < 0:
+        raise ValueError(f"epochs {head.epochs} and steps {head.steps} must not be negative")
     if not (math.isfinite(head.lr) and head.lr >= 0 and 0 <= head.share <= 1):
         raise ValueError(f"lr {head.lr} and share {head.share} must be finite, not negative, and share at most 1")

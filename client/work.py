@@ -42,9 +42,12 @@ class LocalWork:
         accepted_last_round: bool,
         assigned: Mapping[str, float],
         head_steps: int = 0,
+        epochs: int = 0,
+        most_steps: int = 0,
         watch: Callable[[int], None] = lambda steps: None,
     ) -> None:
-        """`watch` is told the number of each step before it is taken, and may raise. `head_steps`: of `[personal]`."""
+        """`watch` is told the number of each step before it is taken, and may raise. `head_steps`: of `[personal]`;
+        `epochs` and `most_steps`: what the server asks of this client in this round (0: as the settings say)."""
         self.received = received
         self.memory = memory
         self.kept: State = {}
@@ -62,6 +65,8 @@ class LocalWork:
         self._data = data
         self._settings = settings
         self._head_steps = head_steps
+        self._merges = has_normalization(model.module)
+        self._planned = local_steps(data, settings, epochs, most_steps, self._merges)
         self._watch = watch
         self._watched = 0
         self._forward = Forward(task, model, settings)
@@ -141,7 +146,7 @@ class LocalWork:
         self._clippable = stepper.gradient
         proximal = self.received["model"] if self.proximal_mu and part != "personal" else None
         model.module.train()
-        for batch, single in self._batches(budget):
+        for batch, single in self._batches(self._planned if budget is None else budget):
             self._watched += 1
             self._watch(self._watched)
             with normalization_frozen(model.module, single):
@@ -237,23 +242,24 @@ class LocalWork:
         batch = self._data.train.batch(index)
         return channels_last(batch) if self._settings.channels_last else batch
 
-    def _batches(self, budget: int | None) -> Iterator[tuple[Any, bool]]:
-        """So many batches, or the round's, each with whether BatchNorm could not take it (one example)."""
-        settings, count = self._settings, len(self._data.train)
-        has_norm = has_normalization(self._model.module)
-        wanted = budget or self._data.steps or settings.steps
-        taken = 0
-        while wanted is None or taken < wanted:
-            for index in epoch_batches(count, settings.batch_size, self._order, merge_single=has_norm):
-                yield self._task.augment(self._batch(index)), has_norm and len(index) == 1
+    def _batches(self, count: int) -> Iterator[tuple[Any, bool]]:
+        """So many batches, each with whether BatchNorm could not take it (one example)."""
+        taken, merges = 0, self._merges
+        while taken < count:
+            order = epoch_batches(len(self._data.train), self._settings.batch_size, self._order, merge_single=merges)
+            for index in order[: count - taken]:
+                yield self._task.augment(self._batch(index)), merges and len(index) == 1
                 taken += 1
-                if taken == wanted:
-                    return
-            if wanted is None and taken >= settings.epochs * batches_per_epoch(count, settings.batch_size, has_norm):
-                return
 
 
-def local_steps(data: ClientData, settings: LocalSettings) -> int:
-    """How many local steps a client takes a round (with a last batch of one counted as its own)."""
-    given = data.steps or settings.steps
-    return given or settings.epochs * batches_per_epoch(len(data.train), settings.batch_size, False)
+def local_steps(
+    data: ClientData, settings: LocalSettings, epochs: int = 0, most: int = 0, merge_single: bool = False
+) -> int:
+    """How many local steps a client takes in a round: those of the settings, or of so many `epochs`; at most `most`.
+
+    By default a last batch of one counts as its own, as it does without BatchNorm.
+    """
+    given = None if epochs else data.steps or settings.steps
+    per_epoch = batches_per_epoch(len(data.train), settings.batch_size, merge_single)
+    whole = given or (epochs or settings.epochs) * per_epoch
+    return min(whole, most) if most else whole

@@ -195,6 +195,50 @@ class EvaluateSettings(Section):
     batch_size: int = Field(256, ge=1)
 
 
+class SpeedSettings(Section):
+    """`[speed]`: how much of its local work a client does in a round, simulated; see strategies/pace.py."""
+
+    kind: Literal["fixed", "uniform", "stragglers", "profile"] = "fixed"
+    epochs: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(
+        (2, 5), strict=False, description="uniform: a client's epochs in a round, drawn from the first to the second"
+    )
+    share: float = Field(0.5, ge=0, le=1, description="stragglers: how many do one step to all of them, at random")
+    speeds: list[Annotated[float, Field(gt=0)]] = Field(
+        [], description="profile: local steps a second; each client gets one of them by the seed"
+    )
+    file: str | None = Field(None, description="profile: CSV with the columns client,speed instead")
+    jitter: float = Field(0.0, ge=0, description="profile: deviation of a speed's logarithm from round to round")
+    deadline_s: float | None = Field(None, gt=0, description="profile: simulated seconds of local work in a round")
+    late: Literal["partial", "drop"] = Field("partial", description="who is not done sends what there is, or nothing")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> SpeedSettings:
+        if self.epochs[0] > self.epochs[1]:
+            raise ValueError(f"epochs = {list(self.epochs)}: the first must not be above the second")
+        if (self.kind == "profile") != (bool(self.speeds) != (self.file is not None)):
+            raise ValueError("kind 'profile' needs either speeds or file, and no other kind has them")
+        if self.kind != "profile" and (self.jitter or self.deadline_s is not None):
+            raise ValueError("jitter and deadline_s belong to kind 'profile'")
+        return self
+
+
+class PresenceSettings(Section):
+    """`[presence]`: who is there in a round, simulated; see strategies/pace.py."""
+
+    kind: Literal["always", "bernoulli", "diurnal", "trace"] = "always"
+    probability: float = Field(
+        0.5, gt=0, le=1, description="bernoulli: of each client in each round; diurnal: part of its day"
+    )
+    period: int = Field(24, ge=1, description="diurnal: rounds in a day, which begins at another time for each client")
+    file: str | None = Field(None, description="trace: CSV with the columns client,first,last (rounds)")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> PresenceSettings:
+        if (self.kind == "trace") != (self.file is not None):
+            raise ValueError("kind 'trace' needs file, and no other kind has one")
+        return self
+
+
 class CheckpointSettings(Section):
     """`[checkpoint]`: atomic, round-stamped files in the run folder."""
 
@@ -214,6 +258,8 @@ class Experiment(Section):
     local: LocalSettings = LocalSettings()
     server: ServerSettings = ServerSettings()
     round: RoundSettings = RoundSettings()
+    speed: SpeedSettings = SpeedSettings()
+    presence: PresenceSettings = PresenceSettings()
     compression: CompressionSettings = CompressionSettings()
     personal: PersonalSettings = PersonalSettings()
     evaluate: EvaluateSettings = EvaluateSettings()

@@ -8,6 +8,7 @@ from common.experiment import Experiment
 from common.models import build
 from server.rounds import Prepared
 from strategies import create, resolve
+from strategies.pace import Pace
 
 
 def prepare(experiment: Experiment) -> Prepared:
@@ -29,4 +30,9 @@ def prepare(experiment: Experiment) -> Prepared:
             f"personal.head_steps = {experiment.personal.head_steps}: the personal part {experiment.personal.parts} "
             "has nothing to train"
         )
+    if experiment.speed.kind == "uniform" and experiment.local.steps is not None:
+        raise SettingsError(
+            f"speed.kind = 'uniform' draws epochs, and local.steps = {experiment.local.steps} fixes steps; leave one out"
+        )
+    Pace(experiment).check(task.names())
     return Prepared(experiment, strategy, task, model)

@@ -47,6 +47,7 @@ class Attempt:
     """What came of one try at a round."""
 
     sampled: list[str]
+    clock: float | None = None
     uploads: list[Upload] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
@@ -156,7 +157,7 @@ class Rounds:
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
         self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
-        steps = max(member.steps for member in roster.members.values())
+        steps = course.pace.most(roster.members.values(), self._experiment.local.epochs)
         for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")
         return roster
@@ -203,9 +204,18 @@ class Rounds:
         if not roster.gather(quorum, settings.deadline_s):
             here = ", ".join(sorted(roster.trainers)) or "none"
             return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
-        wanted = settings.sample or len(roster.trainers)
-        sampled = sample(self._experiment.seed, round, number, roster.trainers, wanted + settings.over_select)
-        attempt, informed = Attempt(sampled), None
+        present = course.pace.present(round, number, roster.trainers)
+        if len(present) < quorum:
+            return Attempt([], cause=f"{len(present)} of {len(roster.trainers)} clients are present, quorum {quorum}")
+        wanted = min(settings.sample or len(roster.trainers), len(present))
+        everyone = sample(self._experiment.seed, round, number, present, wanted + settings.over_select)
+        attempt, informed = Attempt(everyone), None
+        members = [roster.members[name] for name in everyone]
+        late = course.pace.late(round, members)
+        attempt.clock = course.pace.clock(round, members)
+        attempt.dropped, attempt.causes = late, dict.fromkeys(late, "late")
+        sampled = [name for name in everyone if name not in late]
+        wanted = min(wanted, len(sampled))
         enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
         if self._strategy.survey:
             uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, phase="survey")
@@ -310,6 +320,7 @@ class Rounds:
             "void": void,
             "late": exchange.late,
             "lr": course.lr(round),
+            "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},
             "losses": {upload.name: upload.metrics.get("loss") for upload in uploads},

@@ -27,6 +27,7 @@ from strategies.messages import (
     TrainHead,
     content_of,
 )
+from strategies.pace import Pace
 from strategies.roll import Member
 
 
@@ -66,6 +67,8 @@ class Course:
         self._codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
+        self.pace = Pace(self.experiment)
+        self._bounds: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
@@ -157,6 +160,8 @@ class Course:
         buffers = wire.to_records(self.buffers)
         self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
         text, total = self.experiment.json(), self.total
+        budgets = {member.name: self.pace.budget(round, member) for member in members}
+        self._bounds = {name: budget.steps for name, budget in budgets.items()}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
         return {
@@ -177,6 +182,8 @@ class Course:
                         phase=phase,
                         holds=round - 1 if member.name in holders else 0,
                         digest=digest if member.name in holders else "",
+                        epochs=budgets[member.name].epochs,
+                        steps=budgets[member.name].steps,
                     ),
                     rest if member.name in holders else whole,
                     buffers,
@@ -235,6 +242,8 @@ class Course:
             raise Refused("examples", f"{head.examples} not in 1..{self.known[name]}, the roll's number")
         if head.steps < 1 and not phase:
             raise Refused("steps", f"{head.steps} local steps")
+        if 0 < self._bounds.get(name, 0) < head.steps:
+            raise Refused("steps", f"{head.steps} local steps, asked for {self._bounds[name]} at most")
         if head.lr != self.lr(round):
             raise Refused("mismatch", f"local rate {head.lr}, expected {self.lr(round)}")
         payload = self.strategy.survey if phase else self.strategy.expects(self.assigned.get(name, {}))

@@ -70,7 +70,10 @@ class FlowerLoop:
         course = self._course
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = course.experiment.round
-        chosen = sample(course.experiment.seed, round, 0, trainers, settings.sample or len(trainers))
+        present = course.pace.present(round, 0, trainers)
+        chosen = sample(course.experiment.seed, round, 0, present, settings.sample or len(trainers))
+        late = course.pace.late(round, [self._members[name] for name in chosen])
+        chosen = [name for name in chosen if name not in late]
         self._informed = None
         if course.strategy.survey:
             self._asked = self._messages(round, chosen, phase="survey")

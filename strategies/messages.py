@@ -69,6 +69,10 @@ class TrainHead:
     order: int = 0
     """Rises from try to try, over resumes too: a client works on no message that is not newer than the last one it has
     saved a version for. 0: any time."""
+    epochs: int = 0
+    """In place of the local work that the settings name. 0: as they say."""
+    steps: int = 0
+    """At most so many local steps: the client is a straggler. 0: no bound."""
 
 
 @dataclass(frozen=True)
