@@ -246,6 +246,16 @@ class CheckpointSettings(Section):
     keep: int = Field(3, ge=1)
 
 
+class TrackingSettings(Section):
+    """`[tracking]`: who is told of each round beside the run folder; no matter of the weights, and clients never see it.
+
+    Addresses and keys stand in the environment of the server app, never here: see docs/tracking.md.
+    """
+
+    use: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(["tensorboard"], description="[] for none")
+    model: bool = Field(False, description="mlflow, wandb: store the final model.safetensors there, too")
+
+
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
@@ -264,6 +274,7 @@ class Experiment(Section):
     personal: PersonalSettings = PersonalSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     @classmethod
     def load(cls, path: str | Path) -> Experiment:
@@ -295,17 +306,18 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=not full))
 
     def json(self) -> str:  # type: ignore[override]
-        """The settings that were set, as JSON text: what travels to clients."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=True), sort_keys=True)
+        """The settings that were set, as JSON text: what travels to clients, whom `tracking` does not concern."""
+        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tracking"})
+        return json.dumps(kept, sort_keys=True)
 
     @property
     def identity(self) -> str:
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
-        `rounds`, `evaluate` and `checkpoint` are left out: a run may be prolonged or watched differently;
+        `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
         with the cosine schedule `rounds` decides the rate, so there it counts.
         """
-        free = {"evaluate", "checkpoint"} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", "checkpoint", "tracking"} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
