@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import SettingsError
 from common.names import NAME
@@ -52,14 +53,42 @@ class StrategySettings(OpenSection):
 class PartitionSettings(Section):
     """`[partition]`: how a pooled data set is split over simulated clients, by name "0" to "clients-1"."""
 
-    kind: Literal["iid", "dirichlet", "pathological", "shards", "natural", "size"] = "iid"
-    clients: int | None = Field(None, ge=1, description="default: 10, or every group of a natural split")
-    alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
-    classes_per_client: int = Field(2, ge=1, description="pathological split")
+    kind: Literal["iid", "dirichlet", "pathological", "shards", "natural", "size", "quantity", "file"] = "iid"
+    clients: int | None = Field(None, ge=1, description="default: 10, every group of a natural split, or the file's")
+    alpha: float = Field(0.5, gt=0, description="Dirichlet concentration: of classes (dirichlet), of sizes (quantity)")
+    balanced: bool = Field(False, description="dirichlet: clients of equal size, each with a mix of classes of its own")
+    classes_per_client: int | list[int] | str = Field(
+        2, description="pathological: a number, a list that is cycled over the clients, or a range such as '1-4'"
+    )
     shards_per_client: int = Field(2, ge=1, description="shards split")
     growth: Literal["linear", "square", "exponential"] = "linear"
-    min_examples: int = Field(1, ge=0, description="smallest client of a Dirichlet split")
+    min_examples: int = Field(1, ge=0, description="smallest client; a Dirichlet split is drawn until it holds")
     holdout: float = Field(0.1, ge=0, lt=1, description="share of each client's examples kept for evaluation")
+    file: str | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
+    shift: Literal["none", "noise", "rotation", "brightness", "contrast"] = Field(
+        "none", description="feature shift from client to client, with any kind of split; see common/shift.py"
+    )
+    shift_strength: float = Field(0.1, gt=0, description="of the last client; noise: standard deviation of [0, 1]")
+
+    @field_validator("classes_per_client", mode="plain")
+    @classmethod
+    def _class_counts(cls, value: Any) -> int | list[int] | str:
+        counts = value if isinstance(value, list) else [value]
+        ends = re.fullmatch(r"(\d+)-(\d+)", value) if isinstance(value, str) else None
+        whole = bool(counts) and all(isinstance(count, int) and count is not True and count >= 1 for count in counts)
+        if not whole and not (ends and 1 <= int(ends[1]) <= int(ends[2])):
+            raise ValueError("allowed: a number from 1, a list of such numbers, or a range such as '1-4'")
+        return value  # type: ignore[no-any-return]
+
+    @model_validator(mode="after")
+    def _coherent(self) -> PartitionSettings:
+        if (self.kind == "file") != (self.file is not None):
+            raise ValueError("kind = 'file' and file = '...' belong together")
+        if self.balanced and self.kind != "dirichlet":
+            raise ValueError(f"balanced belongs to kind 'dirichlet', not to '{self.kind}'")
+        if self.shift in ("brightness", "contrast") and self.shift_strength > 1:
+            raise ValueError(f"shift_strength = {self.shift_strength} with shift '{self.shift}': allowed: above 0, to 1")
+        return self
 
 
 class LocalSettings(Section):
