@@ -32,7 +32,7 @@ def prepare(experiment: Experiment) -> Prepared:
         )
     if experiment.speed.kind == "uniform" and experiment.local.steps is not None:
         raise SettingsError(
-            f"speed.kind = 'uniform' draws epochs, and local.steps = {experiment.local.steps} fixes steps; leave one out"
+            f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Pace(experiment).check(task.names())
     return Prepared(experiment, strategy, task, model)

@@ -120,6 +120,7 @@ class Simulation:
         self.model.load(received["model"], course.buffers)
         self.model.load_personal(memory)
         accepted = course.accepted.get(name, 0)
+        budget = course.pace.budget(round, self.members[name])
         return LocalWork(
             task=self.task,
             model=self.model,
@@ -135,6 +136,8 @@ class Simulation:
             accepted_last_round=accepted > 0 and accepted == round - 1,
             assigned=course.assigned.get(name, {}),
             head_steps=self.experiment.personal.head_steps,
+            epochs=budget.epochs,
+            most_steps=budget.steps,
         )
 
     def train(self, name: str, phase: str = "") -> Upload:
@@ -181,7 +184,10 @@ class Simulation:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
         course, wanted = self.course, self.experiment.round.sample or len(self.members)
         round = course.round + 1
-        self.sampled = sample(self.experiment.seed, round, 0, self.members, wanted)
+        present = course.pace.present(round, 0, self.members)
+        chosen = sample(self.experiment.seed, round, 0, present, wanted)
+        late = course.pace.late(round, [self.members[name] for name in chosen])
+        self.sampled = [name for name in chosen if name not in late]
         course.assigned = self.strategy.assign(course.state, self.sampled, round)
         self.informed = None
         if self.strategy.survey:

@@ -31,12 +31,24 @@ from tests.today import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+UNEVEN = "uneven"
+"""SCAFFOLD with clients of unequal speed and presence."""
+CASES = [*REGISTRY, UNEVEN]
+
 NAMES = [str(number) for number in range(6)]
 DEADLINE_S = 120.0
 
 
 def experiment(algorithm: str) -> Experiment:
     """Digits, six clients of unequal size, three sampled a round, four rounds."""
+    more = ON_DIGITS.get(algorithm, "")
+    if algorithm == UNEVEN:
+        algorithm = "scaffold"
+        more = """
+        speed = {kind = "profile", speeds = [40.0, 8.0, 2.0], jitter = 0.5, deadline_s = 2.0}
+        presence = {kind = "bernoulli", probability = 0.7}
+        round.quorum = 1
+        """
     return Experiment.parse(
         f"""
         name = "engines-{algorithm}"
@@ -50,7 +62,7 @@ def experiment(algorithm: str) -> Experiment:
         local.epochs = 2
         round.sample = 3
         round.deadline_s = {DEADLINE_S}
-        {ON_DIGITS.get(algorithm, "")}
+        {more}
         """
     )
 
@@ -60,13 +72,13 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Algorithm -> sha256 of the final weights, in this process."""
     folder = tmp_path_factory.mktemp("inprocess")
     node = InProcessGrid(client_app)
-    return {name: run(node, experiment(name), RunFolder(folder / name))["sha256"] for name in REGISTRY}
+    return {name: run(node, experiment(name), RunFolder(folder / name))["sha256"] for name in CASES}
 
 
 def test_worker_processes(in_process: dict[str, str], tmp_path: Path) -> None:
     """Two worker processes share the clients' memory and give the same weights."""
     with grid("client.app:app", 2) as workers:
-        got = {name: run(workers, experiment(name), RunFolder(tmp_path / name))["sha256"] for name in REGISTRY}
+        got = {name: run(workers, experiment(name), RunFolder(tmp_path / name))["sha256"] for name in CASES}
     assert got == in_process
 
 
@@ -81,11 +93,11 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
         yield link
 
 
-TODAY = {"scaffold", "hafedho", *drawn(list(REGISTRY), 6, "grpc")}
+TODAY = {"scaffold", "hafedho", UNEVEN, *drawn(list(REGISTRY), 6, "grpc")}
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in REGISTRY]
+    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in CASES]
 )
 def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
     """Over gRPC between processes; the same clients serve one run after the other. Some algorithms a day."""
@@ -112,7 +124,7 @@ def test_vce(in_process: dict[str, str], tmp_path: Path) -> None:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        for name in REGISTRY:
+        for name in CASES:
             got[name] = run(grid, experiment(name), RunFolder(tmp_path / name))["sha256"]
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
