@@ -47,6 +47,8 @@ def read_table(path: Path, split: str | None = None) -> Table:
         return _read_folder(path, split)
     if split is not None:
         raise SettingsError(f"{path} is one table: it has no split {split!r}")
+    if not path.exists():
+        raise SettingsError(f"{path}: no such file or folder")
     with _readable(path):
         if path.name.endswith((*CSV, *TSV)):
             return _read_csv(path, "\t" if path.name.endswith(TSV) else ",")
@@ -211,7 +213,7 @@ def _read_folder(path: Path, split: str | None) -> Table:
     )
     if not held:
         raise SettingsError(
-            f"{path}: neither saved by Hugging Face datasets nor a folder of {', '.join(ENDINGS)} files"
+            f"{path}: not a folder saved by Hugging Face datasets, nor one of files {', '.join(ENDINGS)}"
         )
     if split is None and len(held) > 1:
         raise SettingsError(f"{path} holds several tables ({', '.join(sorted(held))}); name one")
