@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,7 +118,12 @@ class Cell:
     seed: int
     stage: Literal["final", "tune"]
     tuned: Point
-    experiment: Experiment
+    tables: Tables
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The cell's experiment. Raises SettingsError, with the cell, for tables that make none."""
+        return checked(Experiment, self.tables, self.about())
 
     def about(self) -> str:
         """For messages."""
@@ -148,7 +154,7 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def final_cells(plan: Plan, row: Row, tuned: Point) -> list[Cell]:
-    """The cells of a row's table entry. Raises SettingsError for an experiment that is none."""
+    """The cells of a row's table entry."""
     return [_cell(plan, row, tuned, seed, row.slug, "final") for seed in plan.seeds]
 
 
@@ -171,9 +177,7 @@ def _cell(plan: Plan, row: Row, tuned: Point, seed: int, folder: str, stage: Lit
     tables |= {"name": name if len(name) <= 100 else shortened(name), "seed": seed}
     if stage == "tune" and plan.tuning.rounds is not None:
         tables["rounds"] = plan.tuning.rounds
-    about = Cell(f"{folder}/seed-{seed}", row.variant.name, row.point, seed, stage, tuned, Experiment())
-    experiment = checked(Experiment, tables, about.about())
-    return Cell(about.folder, about.variant, about.point, seed, stage, tuned, experiment)
+    return Cell(f"{folder}/seed-{seed}", row.variant.name, row.point, seed, stage, tuned, tables)
 
 
 def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
