@@ -308,7 +308,7 @@ def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert make_plan(settings, labels, None, 3).hash == fresh.hash
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as context:
-        context.setattr("common.partition._split", None)
+        context.setattr("common.partition.split", None)
         assert make_plan(settings, labels, None, 3).hash == fresh.hash
         with pytest.raises(TypeError):
             make_plan(settings, labels, None, 4)
