@@ -17,6 +17,7 @@ from common.errors import SettingsError
 from common.experiment import PartitionSettings
 from common.mixture import Mixture
 from common.partition import Plan, make_plan
+from common.shift import check_shift, shifted
 from common.tasks.base import ClientData, Examples, Task
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -45,7 +46,9 @@ class Classification(Task):
     @cached_property
     def plan(self) -> Plan:
         """The partition plan of the pooled examples; the first access may raise SettingsError."""
-        return make_plan(self.partition, self.pool().targets.numpy(), self.groups(), self.seed)
+        plan = make_plan(self.partition, self.pool().targets.numpy(), self.groups(), self.seed)
+        check_shift(plan, self.pool().inputs)
+        return plan
 
     def names(self) -> list[str]:
         """Client i is called str(i)."""
@@ -59,7 +62,8 @@ class Classification(Task):
         if name not in names:
             raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
         number, pool = int(name), self.pool()
-        return ClientData(pick(pool, self.plan.clients[number]), pick(pool, self.plan.holdout[number]))
+        own = ClientData(pick(pool, self.plan.clients[number]), pick(pool, self.plan.holdout[number]))
+        return shifted(own, self.plan, number)
 
     def plan_hash(self) -> str:
         """The plan's sha256, hex."""
