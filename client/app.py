@@ -81,9 +81,14 @@ def _roll(head: RollHead, context: Context) -> ConfigRecord:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train one client for one round: load its memory, work, save the next version, reply."""
+    return train_in(Session.of, message, context)
+
+
+def train_in(session_of: Callable[[str, Context], Session], message: Message, context: Context) -> Message:
+    """The same in a session that the caller gives for an experiment (JSON) on a node."""
     head = read_head(TrainHead, message.content)
     reply = ReplyHead(head.run, head.client, head.generation, head.round, head.layout, "ok")
-    return _guarded(message, reply, lambda stage: _train(head, reply, message, context, stage))
+    return _guarded(message, reply, lambda stage: _train(session_of, head, reply, message, context, stage))
 
 
 @app.evaluate()
@@ -122,8 +127,10 @@ def _line(reason: str) -> str:
     return reason.replace("\n", "; ")
 
 
-def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
-    session = Session.of(head.experiment, context)
+def _open(
+    head: TrainHead | EvaluateHead, context: Context, session_of: Callable[[str, Context], Session] = Session.of
+) -> Session:
+    session = session_of(head.experiment, context)
     if head.layout != session.model.layout_hash:
         raise ValueError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
     if head.client not in hosted(context, session.task):
@@ -131,8 +138,15 @@ def _open(head: TrainHead | EvaluateHead, context: Context) -> Session:
     return session
 
 
-def _train(head: TrainHead, reply: ReplyHead, message: Message, context: Context, stage: list[str]) -> RecordDict:
-    session, policy = _open(head, context), policy_of(context)
+def _train(
+    session_of: Callable[[str, Context], Session],
+    head: TrainHead,
+    reply: ReplyHead,
+    message: Message,
+    context: Context,
+    stage: list[str],
+) -> RecordDict:
+    session, policy = _open(head, context, session_of), policy_of(context)
     strategy = session.strategy
     check_numbers(head)
 
@@ -219,6 +233,7 @@ def _work(
         accepted_last_round=head.accepted > 0 and head.accepted == head.round - 1,
         assigned=scalars(message.content.metric_records.get(METRICS)),
         head_steps=session.experiment.personal.head_steps,
+        forward=session.forward,
         epochs=head.epochs,
         most_steps=head.steps,
         watch=watch,

@@ -86,7 +86,7 @@ class Forward:
         start = self._random_state()
         with self._elsewhere():
             self._model.vector.copy_(point)
-            self._backward(self.loss(batch))
+            self.backward(batch)
         self._set_random_state(start)
         return self._model.whole_gradient.clone()
 
@@ -107,7 +107,7 @@ class Forward:
 
     def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
         """See `strategies.base.Work.representation`. The personal part is as it is now."""
-        model, loss = self._model, _Loss(self)
+        model, loss = self._model, LossModule(self)
         frozen = {"": vector, **buffers, **{name: value.clone() for name, value in model.personal.items()}}
         layouts = {"": model.layout, PERSONAL + "parameters": model.personal_layout, **model.buffer_layouts}
         state = {
@@ -161,8 +161,8 @@ class Forward:
             torch.set_rng_state(state)
 
 
-class _Loss(nn.Module):
-    """The task's loss as a module, for torch.func."""
+class LossModule(nn.Module):
+    """The task's loss as a module whose part `module` is the model, for torch.func."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from flwr.app import Context
 
 from client.cache import StateCache
 from client.device import Staging, choose, free, settle
+from client.forward import Forward
 from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
 from client.policy import Policy
 from client.work import local_steps
 from common import tasks
 from common.compression import Codec
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.models import build
 from common.tasks.base import ClientData, Examples, Task
@@ -46,6 +48,8 @@ class Session:
     wire: Staging
     disk: Staging
     """Its own: a disk writes while a reply is built, and both know vectors of one name."""
+    forward: Callable[[Task, FlatModel, LocalSettings], Forward] = Forward
+    """Makes the passes of a round."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
 
     @classmethod

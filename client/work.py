@@ -45,9 +45,11 @@ class LocalWork:
         epochs: int = 0,
         most_steps: int = 0,
         watch: Callable[[int], None] = lambda steps: None,
+        forward: Callable[[Task, FlatModel, LocalSettings], Forward] = Forward,
     ) -> None:
         """`watch` is told the number of each step before it is taken, and may raise. `head_steps`: of `[personal]`;
-        `epochs` and `most_steps`: what the server asks of this client in this round (0: as the settings say)."""
+        `epochs` and `most_steps`: what the server asks of this client in this round (0: as the settings say).
+        `forward` makes the passes."""
         self.received = received
         self.memory = memory
         self.kept: State = {}
@@ -69,7 +71,7 @@ class LocalWork:
         self._planned = local_steps(data, settings, epochs, most_steps, self._merges)
         self._watch = watch
         self._watched = 0
-        self._forward = Forward(task, model, settings)
+        self._forward = forward(task, model, settings)
         self._optimizer_state: State = {}
         self._clippable = model.gradient[:0]
         self._order = generator(seed, "batches", name, round)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
@@ -16,6 +16,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from common import references
+from common.errors import SettingsError
 
 NODE = 2
 
@@ -90,12 +91,58 @@ class InProcessGrid(Grid):
         """Nothing to stop."""
 
 
+Together = Callable[[Sequence[Message], Context, int], list[Message]]
+"""Messages to clients, a node's context, how many at once (0: all) -> their replies, in order."""
+
+
+class CohortGrid(InProcessGrid):
+    """The same with a round's TRAIN messages worked on together by `together`, `most` at once (0: all)."""
+
+    def __init__(
+        self, app: ClientApp, together: Together, most: int = 0, device: str = "cpu", memory: str = "ram"
+    ) -> None:
+        super().__init__(app, device, memory)
+        self._together, self._most = together, most
+        self._done: dict[str, Message] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """See `InProcessGrid`."""
+        self._done.clear()
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """One reply, as when one client runs after the other: a round that has enough asks for no more."""
+        wanted = list(message_ids)
+        training = [id for id in wanted if id in self._waiting and is_training(self._waiting[id])]
+        if training:
+            replies = self._together([self._waiting.pop(id) for id in training], self._context, self._most)
+            self._done.update(zip(training, replies, strict=True))
+        for message_id in wanted:
+            if message_id in self._done:
+                return [self._done.pop(message_id)]
+        return super().pull_messages(wanted)
+
+
+def is_training(message: Message) -> bool:
+    """Whether it asks a client to train."""
+    return str(message.metadata.message_type) == MessageType.TRAIN
+
+
 @contextmanager
-def grid(app: str, workers: int, device: str = "cpu", memory: Path | None = None) -> Iterator[Grid]:
+def grid(
+    app: str, workers: int, device: str = "cpu", memory: Path | None = None, cohort: tuple[str, int] | None = None
+) -> Iterator[Grid]:
     """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes.
 
     Client memory lies in the folder `memory`, so that a run can be resumed; without one it ends with the grid.
+    `cohort`: the function by name that works on a round's TRAIN messages together, and how many at once (0: all).
+    Raises SettingsError for a cohort in more than one process.
     """
+    if cohort is not None:
+        if workers != 1:
+            raise SettingsError(f"cohort mode trains in one process; workers = {workers}: allowed: 1")
+        yield CohortGrid(references.load(app), references.load(cohort[0]), cohort[1], device, str(memory or "ram"))
+        return
     if workers == 1:
         yield InProcessGrid(references.load(app), device, str(memory or "ram"))
         return
