@@ -215,6 +215,27 @@ def check(experiment: File) -> None:
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 
 
+@cli.command(epilog="Example: python -m server partition experiments/digits.toml --out plan.json --picture plan.png")
+def partition(
+    experiment: File,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the plan, for partition.kind = 'file'.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw clients x classes: .png, .svg or .pdf.")
+    ] = None,
+    seed: Seed = None,
+) -> None:
+    """Show how an experiment's examples are split over its clients; write the plan as a file, and as a picture."""
+    with errors():
+        from server.partition import partition as make
+
+        settings = Experiment.load(experiment)
+        if seed is not None:
+            settings = settings.model_copy(update={"seed": seed})
+        typer.echo(make(settings, out, picture))
+
+
 @cli.command(epilog="Example: python -m server report runs/a runs/b --target 0.9 --out report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
