@@ -15,13 +15,13 @@ from common import flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.display import COLUMNS, line
-from server.events import Events
 from server.folder import RunFolder, choose
 from server.guard import bound_replies, guard_replies
 from server.prepare import prepare
 from server.processes import end_with_parent
 from server.rounds import Record, Rounds
 from server.stopping import Stop, StopOnSignal, Stopped, earliest
+from server.tracking import Tracking
 from strategies import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,10 +95,10 @@ def run(
             torch.set_num_threads(experiment.local.threads)
             prepared = prepare(experiment)
             bound_replies(prepared)
-            with Events(folder.path) as events:
+            with Tracking(prepared.experiment, folder.path, told) as tracking:
 
                 def shown(record: Record) -> None:
-                    events.write(record)
+                    tracking.write(record)
                     show(record)
 
                 either = earliest(stop, folder.stop)

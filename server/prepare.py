@@ -6,6 +6,7 @@ from common import tasks
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.models import build
+from server import tracking
 from server.rounds import Prepared
 from strategies import create, resolve
 from strategies.pace import Pace
@@ -15,6 +16,7 @@ def prepare(experiment: Experiment) -> Prepared:
     """Create strategy, task and initial model, and check them against each other. Raises SettingsError."""
     experiment = resolve(experiment)
     strategy = create(experiment)
+    tracking.check(experiment)
     task = tasks.create(experiment.task, experiment.partition, experiment.seed)
     clients, settings = len(task.names()), experiment.round
     if clients and settings.sample is not None and settings.sample > clients:

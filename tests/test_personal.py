@@ -25,10 +25,10 @@ from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel, State, sha256
 from server import display, report
 from server.display import Display, cells, headline
-from server.events import scalars
 from server.inprocess import InProcessGrid, grid
 from server.metrics import RunMetrics
 from server.prepare import prepare
+from server.tracking import scalars
 from strategies import REGISTRY, create, resolve
 from strategies.messages import BUFFERS, STATE
 from strategies.roll import sample
