@@ -98,6 +98,49 @@ def simulate(
         _conclude(folder, display)
 
 
+@cli.command(epilog="Example: python -m server compare experiments/digits_compare.toml --workers 2")
+def compare(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan file; docs/compare.md.")],
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of all runs. Default: runs/<name of the plan>.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that run cells. Default: all cores, or one an accelerator.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="On a Ray cluster instead; 'auto': this machine's, 'local': a new one."),
+    ] = None,
+    device: Device = "cpu",
+    tidy: Annotated[
+        bool, typer.Option("--tidy", help="Keep no checkpoints and no client memory of finished cells.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the plan, print its cells and end.")] = False,
+) -> None:
+    """Run a grid of experiments and seeds, fair by construction. Run it again to go on: finished cells stay."""
+    with errors():
+        from server import bench
+        from server.plan import Plan
+        from server.progress import Progress
+
+        text, settings = Plan.read(plan)
+        if dry_run:
+            typer.echo(bench.outline(settings))
+            return
+        means = bench.Means(CLIENT_APP, device, workers, ray, tidy)
+        progress = Progress(settings.name)
+        try:
+            with StopOnSignal() as stop:
+                result = bench.run(settings, text, run_dir or Path("runs") / settings.name, means, progress, stop)
+        except KeyboardInterrupt:
+            progress.say("stopped; run it again to go on")
+            raise typer.Exit(130) from None
+        progress.say(bench.summary(result))
+        if result.stopped:
+            progress.say("stopped; run it again to go on")
+            raise typer.Exit(143)
+        if result.failed:
+            raise typer.Exit(1)
+
+
 @cli.command(epilog="Example: python -m server local experiments/digits.toml")
 def local(
     experiment: File,

@@ -83,13 +83,14 @@ class Plan(Section):
         return value
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read and check a plan file, and the experiment file that it may name.
+    def read(cls, path: str | Path) -> tuple[str, Plan]:
+        """A plan file's text and, checked, what it says with the experiment file that it may name.
 
         Raises SettingsError naming the file, the key, the value and what is allowed.
         """
         path = Path(path)
-        return cls.parse(_text(path, "plan file"), str(path), path.parent)
+        text = _text(path, "plan file")
+        return text, cls.parse(text, str(path), path.parent)
 
     @classmethod
     def parse(cls, text: str, source: str = "plan", folder: Path = Path()) -> Plan:
