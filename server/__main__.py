@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -281,17 +282,27 @@ def partition(
 
 @cli.command(epilog="Example: python -m server report runs/a runs/b --target 0.9 --out report.html")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
-    target: Annotated[float, typer.Option(help="Target accuracy.")] = 0.9,
-    out: Annotated[Path, typer.Option(help="The HTML page.")] = Path("report.html"),
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Run folders, or folders that hold such.")],
+    target: Annotated[
+        list[float] | None,
+        typer.Option(help="Target accuracy; may be repeated. Default: those of the plans, else 0.9."),
+    ] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The HTML page.")] = Path("report.html"),
+    tables: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Also report.md and everything as CSV and Parquet, in here.")
+    ] = None,
+    smoothing: Annotated[int, typer.Option(min=1, help="Evaluations in a row whose mean has to reach the target.")] = 1,
+    window: Annotated[int, typer.Option(min=1, help="Last evaluations whose mean is the final score.")] = 5,
 ) -> None:
-    """Compare runs: rounds and bytes to a target accuracy and the curves, on one self-contained page."""
+    """Compare runs and plans on one self-contained page: curves with bands over seeds, rounds and bytes to targets."""
     with errors():
         from server.report import write
 
-        table = write(runs, target, out)
-        typer.echo(table)
+        told = write(folders, target or (), out, smoothing=smoothing, window=window, tables=tables, command=sys.argv)
+        typer.echo(told)
         typer.echo(f"page {out.resolve()}")
+        if tables is not None:
+            typer.echo(f"tables {tables.resolve()}")
 
 
 def _open(

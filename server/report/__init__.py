@@ -1,0 +1,76 @@
+"""Compare runs and plans: one self-contained HTML page, the same tables as Markdown, everything as CSV and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import SettingsError
+from server.report import contents
+from server.report.contents import Options
+from server.report.groups import Group, group
+from server.report.page import page
+from server.report.runs import Run, find
+
+DEFAULT_TARGET = 0.9
+
+
+def write(
+    folders: Sequence[Path],
+    targets: Sequence[float],
+    out: Path,
+    *,
+    smoothing: int = 1,
+    window: int = 5,
+    tables: Path | None = None,
+    command: Sequence[str] = (),
+) -> str:
+    """Write the page, with `tables` also report.md and the data, and return the tables as Markdown.
+
+    `folders` are run folders or hold such (a plan's). Without `targets` those of the plans are taken, else 0.9.
+    Raises SettingsError for a folder without a history or a page that cannot be written.
+    """
+    runs = find(folders)
+    groups = group(runs)
+    if not groups:
+        raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds runs of a tuning only")
+    options = Options(tuple(targets) or _planned(runs) or (DEFAULT_TARGET,), smoothing, window)
+    text = markdown(groups, runs, options)
+    _save(out, page(groups, runs, options, command), "page")
+    if tables is not None:
+        from server.report.export import export
+
+        export(groups, [run for run in runs if run.stage != "final"], options, tables)
+        _save(tables / "report.md", text + "\n", "report")
+    return text
+
+
+def markdown(groups: Sequence[Group], runs: Sequence[Run], options: Options) -> str:
+    """The page's tables."""
+    tables = [
+        contents.summary(groups, options),
+        *contents.pivots(groups, options),
+        contents.targets(groups, options),
+        contents.communication(groups),
+        contents.unfinished(runs),
+        contents.tuning(runs, groups),
+        contents.differing(groups)[0],
+    ]
+    return "\n\n".join(table.markdown() for table in tables if table.rows)
+
+
+def _planned(runs: Sequence[Run]) -> tuple[float, ...]:
+    found = {
+        float(target)
+        for run in runs
+        for target in run.cell.get("targets") or ()
+        if isinstance(target, (int, float)) and not isinstance(target, bool)
+    }
+    return tuple(sorted(found))
+
+
+def _save(path: Path, text: str, what: str) -> None:
+    try:
+        path.write_text(text, "utf-8", errors="replace")
+    except OSError as error:
+        raise SettingsError(f"{what} {str(path)!r} cannot be written: {error}") from None

@@ -1,0 +1,303 @@
+"""What a report reads: run folders, found by themselves or in the folder of a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import SettingsError
+from common.experiment import Experiment
+from server.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
+from server.report.scores import percentile
+
+CELL, CELLS, TUNED = "cell.json", "cells.json", "tuned.json"
+ENDED = (None, "done", "finished", "ok")
+AXES = ("round", "bytes", "seconds", "clock")
+SOURCES = ("central", "personal", "clients")
+"""Where an evaluated metric is looked for: one source a run, never two in one curve."""
+
+Record = Mapping[str, Any]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric at the rounds where it was taken: `at` are places in the run's axes (k,), `values` (k,), NaN allowed."""
+
+    at: NDArray[np.int64]
+    values: Floats
+
+
+@dataclass(eq=False)
+class Run:
+    """One run folder, with everything that the page needs of it."""
+
+    folder: Path
+    cell: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    toml: str = ""
+    status: dict[str, Any] = field(default_factory=dict)
+    roll: list[dict[str, Any]] = field(default_factory=list)
+    axes: dict[str, Floats] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    source: str = ""
+    dropped: Counter[str] = field(default_factory=Counter)
+    void: Counter[str] = field(default_factory=Counter)
+    totals: dict[str, float] = field(default_factory=dict)
+    sampled: list[int] = field(default_factory=list)
+    sha256: str = ""
+    model_bytes: int | None = None
+    error: str = ""
+
+    @property
+    def done(self) -> int:
+        """The last round in the history; 0 without one."""
+        return int(self.axes["round"][-1]) if self.has_history else 0
+
+    @property
+    def has_history(self) -> bool:
+        """Whether there is a round at all."""
+        return bool(len(self.axes.get("round", ())))
+
+    @property
+    def planned(self) -> int | None:
+        """How many rounds the run was to have."""
+        value = self.settings.get("rounds", self.status.get("rounds"))
+        return value if isinstance(value, int) else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end: no other enters a mean."""
+        ended = self.status.get("status", "finished") == "finished"
+        return self.has_history and ended and self.done >= (self.planned or 0)
+
+    @property
+    def state(self) -> str:
+        """One word for a table, and why."""
+        if self.complete:
+            return "finished"
+        status = str(self.status.get("status") or self.cell.get("status") or "unfinished")
+        return "cut short" if status == "finished" else status
+
+    @property
+    def seed(self) -> Any:
+        """The seed that tells the runs of a group apart."""
+        return self.cell.get("seed", self.settings.get("seed", 0))
+
+    @property
+    def stage(self) -> str:
+        """ "final", or "tune" for a run that only chose hyperparameters."""
+        return str(self.cell.get("stage", "final"))
+
+    def axis(self, name: str, metric: str) -> Floats:
+        """The place of each value of a metric on an axis."""
+        return self.axes[name][self.metrics[metric].at]
+
+
+def find(folders: Sequence[Path]) -> list[Run]:
+    """The runs in run folders and in folders that hold such (a plan's), each once, in the order of the folders.
+
+    Raises SettingsError for a folder without any.
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        cells = _cells(folder)
+        order = {path: place for place, path in enumerate(cells)}
+        paths = sorted(_walk(folder), key=lambda path: order.get(path.resolve(), len(order)))
+        if not paths and not cells:
+            raise SettingsError(f"{str(folder)!r} holds no run: no line in {HISTORY}")
+        for path in paths:
+            found.setdefault(path.resolve(), read(path))
+        for path, cell in cells.items():
+            if cell.get("status") not in ENDED:
+                run = found.setdefault(path, Run(path))
+                run.error = run.error or str(cell.get("error") or "")
+                run.cell = {**cell, **run.cell}
+    if not any(run.has_history for run in found.values()):
+        raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds no run: no line in {HISTORY}")
+    return list(found.values())
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    if (folder / HISTORY).exists() or (folder / CELL).exists():
+        yield folder
+        return
+    for path, folders, _ in os.walk(folder):
+        folders.sort(key=_natural)
+        for name in list(folders):
+            inner = Path(path) / name
+            if (inner / HISTORY).exists() or (inner / CELL).exists():
+                folders.remove(name)
+                yield inner
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """seed-2 before seed-10."""
+    parts = enumerate(re.split(r"(\d+)", name))
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in parts]
+
+
+def _cells(folder: Path) -> dict[Path, dict[str, Any]]:
+    """What a plan's cells.json says of each of its folders, in the plan's order."""
+    cells = read_json(folder / CELLS)
+    cells = cells.get("cells", list(cells.values())) if isinstance(cells, dict) else cells
+    known = [cell for cell in cells if isinstance(cell, dict)] if isinstance(cells, list) else []
+    named = {str(cell["folder"]): cell for cell in known if cell.get("folder")}
+    return {(folder / name if (folder / name).exists() else Path(name)).resolve(): c for name, c in named.items()}
+
+
+def read(folder: Path) -> Run:
+    """One run folder. What is missing or broken in it is left out."""
+    run = Run(folder, _table(folder / CELL), status=_table(folder / STATUS))
+    with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        run.toml = (folder / SETTINGS).read_text("utf-8")
+        run.settings = dict(flat(tomllib.loads(run.toml)))
+        with suppress(SettingsError):
+            # Settings that an older version did not write have their defaults.
+            known = Experiment.parse(run.toml)
+            run.settings = dict(flat(known.model_dump(mode="json", exclude_none=True)))
+    roll = read_json(folder / ROLL)
+    run.roll = [member for member in roll if isinstance(member, dict)] if isinstance(roll, list) else []
+    run.error = str(run.status.get("error") or "")
+    run.model_bytes = _model_bytes(folder / MODEL)
+    _take(run, records(folder))
+    return run
+
+
+def records(folder: Path) -> list[Record]:
+    """The rounds of a history in order, the last line of each; lines that are none are left out."""
+    rounds: dict[int, Record] = {}
+    with suppress(OSError, UnicodeDecodeError):
+        for record in read_history(folder / HISTORY):
+            if isinstance(record, dict) and isinstance(record.get("round"), int):
+                rounds[record["round"]] = record
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def _take(run: Run, history: list[Record]) -> None:
+    columns: dict[str, list[float]] = {"round": [], "bytes": [], "seconds": [], "clock": []}
+    values: dict[str, tuple[list[int], list[float]]] = {}
+    run.source = next((s for s in SOURCES if any(_inner(record, s) for record in history)), "train")
+    for place, record in enumerate(history):
+        columns["round"].append(record["round"])
+        down, up = number(record.get("bytes_down")), number(record.get("bytes_up"))
+        columns["bytes"].append(np.nansum([down, up]))
+        columns["seconds"].append(number(_inner(record, "seconds").get("total")))
+        columns["clock"].append(number(record.get("clock")))
+        for name, value in _values(record, run.source):
+            at, taken = values.setdefault(name, ([], []))
+            at.append(place)
+            taken.append(value)
+        run.totals["down"] = run.totals.get("down", 0.0) + np.nan_to_num(down)
+        run.totals["up"] = run.totals.get("up", 0.0) + np.nan_to_num(up)
+        run.totals["late"] = float(np.nan_to_num(number(record.get("late"))))
+        run.dropped.update(_causes(record))
+        for void in record.get("void") or ():
+            run.void[_void(void)] += 1
+        run.sampled.append(hash(tuple(map(str, record.get("sampled") or ()))))
+        run.sha256 = str(record.get("sha256") or "")
+    if not history:
+        return
+    run.axes = {name: _sum(column) for name, column in columns.items() if np.isfinite(column).any()}
+    run.axes["round"] = np.array(columns["round"], np.float64)
+    run.metrics = {name: Series(np.array(at), np.array(taken)) for name, (at, taken) in values.items()}
+
+
+def _values(record: Record, source: str) -> Iterator[tuple[str, float]]:
+    """The record's metrics by name: of the evaluation, `worst`, `p10` and `spread` of the clients' accuracies, `drift`,
+    `train loss` and the task's own (the distance to a minimizer)."""
+    group = _inner(record, source)
+    for name, value in group.items():
+        taken = value if source == "central" else _inner(group, name).get("weighted")
+        if name != "loss" or source != "train":
+            yield str(name), number(taken)
+    for where in ("personal", "clients"):
+        accuracy = _inner(_inner(record, where), "accuracy")
+        if "worst" in accuracy:
+            yield "worst", number(accuracy["worst"])
+            break
+    each = [number(value) for value in _inner(_inner(record, "each"), "accuracy").values()]
+    if each:
+        yield "p10", percentile(each, 10)
+    if record.get("drift") is not None:
+        yield "drift", number(record["drift"])
+    train = _inner(_inner(record, "train"), "loss")
+    if "weighted" in train:
+        yield "train loss", number(train["weighted"])
+    for name, value in _inner(record, "task").items():
+        yield str(name), number(value)
+
+
+def _causes(record: Record) -> Iterator[str]:
+    causes, dropped = _inner(record, "causes"), _inner(record, "dropped")
+    for client in causes.keys() | dropped.keys():
+        yield str(causes.get(client) or dropped.get(client) or "no cause given").split(":")[0]
+
+
+def _void(void: Any) -> str:
+    cause = str(_inner({"void": void}, "void").get("cause") or "no cause given")
+    for word, kind in (("quorum", "below quorum"), ("memory", "client memory lost"), ("finite", "not finite")):
+        if word in cause:
+            return kind
+    return cause.split(":")[0]
+
+
+def _sum(column: Sequence[float]) -> Floats:
+    """What has been spent after each round; a round of unknown cost adds nothing."""
+    return np.cumsum(np.nan_to_num(np.array(column, np.float64), nan=0.0, posinf=0.0))
+
+
+def _inner(record: Record, key: str) -> dict[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: Any) -> float:
+    """A finite float, or NaN."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return float("nan")
+    return found if np.isfinite(found) else float("nan")
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted keys."""
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file; None if it is missing or broken."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text("utf-8"))
+    return None
+
+
+def _table(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _model_bytes(path: Path) -> int | None:
+    """The size of the tensors in a safetensors file, from its header."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        return path.stat().st_size - 8 - length
+    except OSError:
+        return None

@@ -1,0 +1,105 @@
+"""Tables as data: a page shows them as HTML, a terminal as Markdown."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from server.report.scores import Mean
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell says and the number that it is sorted by; the best of its column is set in bold."""
+
+    text: str
+    value: float | None = None
+    best: bool = False
+
+
+@dataclass
+class Table:
+    """Rows under columns; the first cell of a row names it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[Cell]]
+    notes: list[str] = field(default_factory=list)
+
+    def without_empty(self) -> Table:
+        """Without the columns in which no row has anything."""
+        kept = [at for at in range(len(self.columns)) if at == 0 or any(row[at].text != DASH for row in self.rows)]
+        return Table(
+            self.title, [self.columns[at] for at in kept], [[row[at] for at in kept] for row in self.rows], self.notes
+        )
+
+    def markdown(self) -> str:
+        """The table with its title and notes."""
+        head = "| " + " | ".join(map(_plain, self.columns)) + " |"
+        lines = [head, "|" + " --- |" * len(self.columns)]
+        for row in self.rows:
+            cells = (f"**{_plain(cell.text)}**" if cell.best else _plain(cell.text) for cell in row)
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join([f"## {_plain(self.title)}", "", *lines, *("\n" + _plain(note) for note in self.notes)])
+
+    def html(self, marks: Sequence[str] = ()) -> str:
+        """The table in a box that scrolls; `marks` stands before the first cell of each row (safe HTML)."""
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
+        body = []
+        for place, row in enumerate(self.rows):
+            mark = marks[place] if marks else ""
+            cells = "".join(map(_cell, row[1:]))
+            body.append(f'<tr><th scope="row">{mark}{html.escape(row[0].text)}</th>{cells}</tr>')
+        name = html.escape(self.title)
+        notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in self.notes)
+        return (
+            f'<div class=scroll role=region aria-label="{name}" tabindex=0><table><caption>{name}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{notes}"
+        )
+
+
+def _cell(cell: Cell) -> str:
+    value = "" if cell.value is None or math.isnan(cell.value) else f' data-value="{cell.value:.12g}"'
+    text = html.escape(cell.text)
+    return f"<td{value}>{f'<b>{text}</b>' if cell.best else text}</td>"
+
+
+def _plain(text: str) -> str:
+    """Text that cannot end its cell or begin HTML."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
+
+
+def text(value: str) -> Cell:
+    """Words."""
+    return Cell(value or DASH)
+
+
+def plain(value: float | None, pattern: str = "{:.4f}") -> Cell:
+    """A number."""
+    if value is None or math.isnan(value):
+        return Cell(DASH)
+    return Cell(pattern.format(value), value)
+
+
+def spread(mean: Mean | None, pattern: str = "{:.4f}") -> Cell:
+    """Mean and deviation; the mean alone of one value."""
+    if mean is None:
+        return Cell(DASH)
+    shown = pattern.format(mean.mean)
+    return Cell(shown if mean.deviation is None else f"{shown} ± {pattern.format(mean.deviation)}", mean.mean)
+
+
+def bold_best(rows: Sequence[Sequence[Cell]], column: int, largest: bool = True) -> list[list[Cell]]:
+    """The rows with the best number of a column in bold; none if there is but one row with a number."""
+    values = [row[column].value for row in rows if row[column].value is not None]
+    if len(values) < 2:
+        return [list(row) for row in rows]
+    best = max(values) if largest else min(values)  # type: ignore[type-var]
+    return [
+        [Cell(c.text, c.value, True) if at == column and c.value == best else c for at, c in enumerate(row)]
+        for row in rows
+    ]
