@@ -15,6 +15,7 @@ from common.addresses import LOOPBACK
 from common.experiment import Experiment
 from common.logs import LogFormat
 from server import admin
+from server.cell import CLIENT_APP
 from server.options import (
     Certs,
     ControlHost,
@@ -43,9 +44,6 @@ cli = typer.Typer(
     help="Federated experiments: simulated, on this machine over gRPC, or with clients that join from elsewhere.",
     epilog="Example: python -m server local experiments/digits.toml",
 )
-
-CLIENT_APP = "client.app:app"
-"""By name: the server's code knows no client code, Flower's project file names the two apps."""
 
 
 class Engine(StrEnum):

@@ -20,6 +20,9 @@ from common.files import write_atomically
 
 CELL = "cell.json"
 
+CLIENT_APP = "client.app:app"
+"""By name: the server's code knows no client code, Flower's project file names the two apps."""
+
 
 @dataclass(frozen=True)
 class Job:

@@ -105,7 +105,7 @@ class Plan(Section):
             raise SettingsError("\n".join(f"{source}: {fault}" for fault in faults))
         if isinstance(plan.base, str):
             file = folder / plan.base
-            return plan.model_copy(update={"base": _tables(_text(file, f"{source}: base"), str(file))})
+            return plan.model_copy(update={"base": tables_of(file, f"{source}: base")})
         return plan
 
 
@@ -262,6 +262,11 @@ def _distinct_seeds(seeds: list[int]) -> list[int]:
     if len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError("seeds are different numbers, 0 or above")
     return seeds
+
+
+def tables_of(path: Path, what: str) -> Tables:
+    """The tables of a TOML file. Raises SettingsError with `what` it should have been."""
+    return _tables(_text(path, what), str(path))
 
 
 def _text(path: Path, what: str) -> str:

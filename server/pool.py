@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -145,22 +147,15 @@ class RayPool:
     """
 
     def __init__(self, address: str, cpus: int, threads: int, gpus: float) -> None:
-        import ray
-
         from server.control import ROOT
 
+        ray: Any = import_module("ray")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         variables |= {key: value for key, value in os.environ.items() if key.startswith(("FEDKEEL_DATA", "FLWR_"))}
-        local = address == "local"
-        here = {"num_cpus": cpus, "include_dashboard": False} if local else {}
+        options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
+        options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
         try:
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level="ERROR",
-                runtime_env={"env_vars": variables},
-                **here,
-            )
+            ray.init(address=address, **options)
         except (ConnectionError, OSError, ValueError, RuntimeError) as error:
             raise SettingsError(f"--ray {address}: no cluster there: {error}") from None
         self._ray = ray
