@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import SettingsError
-from common.experiment import PartitionSettings
+from common.experiment import Experiment, PartitionSettings
 from common.partition import Plan, make_plan, split_holdout
 
 LABELS = np.arange(400) % 10
@@ -31,6 +31,10 @@ KINDS = {
     "linear": PartitionSettings(kind="size", clients=4, growth="linear"),
     "square": PartitionSettings(kind="size", clients=4, growth="square"),
     "exponential": PartitionSettings(kind="size", clients=4, growth="exponential"),
+    "quantity": PartitionSettings(kind="quantity", clients=4, alpha=2.0),
+    "balanced": PartitionSettings(kind="dirichlet", clients=7, alpha=1.0, balanced=True),
+    "cycled": PartitionSettings(kind="pathological", clients=20, classes_per_client=[1, 3]),
+    "ranged": PartitionSettings(kind="pathological", clients=20, classes_per_client="1-4"),
 }
 
 
@@ -314,3 +318,128 @@ def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             make_plan(settings, labels, None, 4)
     file.write_bytes(file.read_bytes()[:100])
     assert make_plan(settings, labels, None, 3).hash == fresh.hash
+
+
+PINNED = {
+    "iid": "7f051529e4a86a960583e6ea544312de7efc2a5f9e8d9c98a4fbb04ed375c614",
+    "dirichlet": "f23cbabf711330d71bd550bfc81e1bf7a2c30d371ba851294972caa8637e04bc",
+    "pathological": "223935ef6f52bf6ea88d4954f1142b7a5cc7803bd6a1b9ea57fd4d3466d2cf73",
+    "shards": "f35e53ce1626db566dd922f3603ee5fef130861db805bfb0e065b736df278df9",
+    "natural": "62886cd0a6b7ee517646aab5f03eea13260a9d11c560b28699852edb0e341109",
+    "linear": "262e527d59f6e57b2cf81348376617be27596abd68e668b76e67c5998dfc04e4",
+    "square": "bb4d118ab9909badb507e023bffd7603f2fd90fd74df2f3038b65462473f4b2a",
+    "exponential": "2253a5fa11628394f07c59f566a7719169f7e06e2cb0c2bfbd820bb8ebfab80e",
+    "quantity": "4ad5239aa73a100466c90f0a2f364062b52380c68492f6e60bd1e7cfe1ca8742",
+    "balanced": "09e1dc1741aba2bdd964fee34a0bbb57f1179bccf5c0b1f0cb431378257071d1",
+    "cycled": "3947942d24558ead0b73decd9e4d2dbd766a15292afb217ee04ed52c98ec3606",
+    "ranged": "1c0db1ff3976c410f109eace09b5c8bd8c00f29ea0f9af93a523c8131d70a3f2",
+}
+"""Plans of seed 5, as they were when their kind came: a split that changes changes every result that rests on it."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_splits_stay_what_they_are(name: str) -> None:
+    assert make_plan(KINDS[name], LABELS, GROUPS, 5).hash == PINNED[name]
+
+
+def test_quantity_skew_is_of_sizes_alone() -> None:
+    """Sizes of Dirichlet(0.3) differ much, label mixes as little as iid ones: over half of 10,000 examples, the share
+    of each of 10 classes is 0.1 with a deviation of sqrt(0.09 / n) < 0.005, six of which are 0.03."""
+    labels = np.arange(20_000) % 10
+    settings = PartitionSettings(kind="quantity", clients=5, alpha=0.3, holdout=0, min_examples=0)
+    made = make_plan(settings, labels, None, 1)
+    held = sizes(made)
+    assert sum(held) == 20_000
+    assert max(held) > 10_000
+    assert max(held) > 5 * min(held)
+    largest = made.class_counts[int(np.argmax(held))]
+    assert np.abs(largest / largest.sum() - 0.1).max() < 0.03
+
+
+def test_quantity_skew_follows_alpha() -> None:
+    """Dirichlet(a) over k clients: a share's variance is (k - 1) / (k^2 (k a + 1)), so that the sizes' deviation over
+    their mean is sqrt((k - 1) / (k a + 1)): 0.30 for k = 10, a = 10 and 2.1 for a = 0.1; the mean of 40 draws."""
+
+    def spread(alpha: float) -> float:
+        settings = PartitionSettings(kind="quantity", clients=10, alpha=alpha, holdout=0, min_examples=0)
+        held = [np.array(sizes(make_plan(settings, LABELS, None, seed))) for seed in range(40)]
+        return float(np.sqrt(np.mean([h.var() / h.mean() ** 2 for h in held])))
+
+    assert spread(10) == pytest.approx(np.sqrt(9 / 101), rel=0.15)
+    assert spread(0.1) == pytest.approx(np.sqrt(9 / 2), rel=0.15)
+
+
+def test_quantity_skew_leaves_clients_empty_where_it_may() -> None:
+    """A hundredth of 400 examples is 4: shares of Dirichlet(0.05) are mostly below a four-hundredth."""
+    keys = {"kind": "quantity", "clients": 100, "alpha": 0.05}
+    assert min(sizes(plan(**keys, min_examples=0))) == 0
+    with pytest.raises(SettingsError, match=r"partition.alpha = 0.05 .* partition.min_examples = 1"):
+        plan(**keys)
+
+
+def test_classes_per_client_as_a_list_are_cycled() -> None:
+    """[1, 3]: clients hold 1, 3, 1, 3, ... classes, client i surely class i mod 10; all 400 examples are used."""
+    made = plan(kind="pathological", clients=20, classes_per_client=[1, 3], holdout=0)
+    assert (made.class_counts > 0).sum(axis=1).tolist() == [1, 3] * 10
+    assert all(made.class_counts[i, i % 10] for i in range(20))
+    assert made.class_counts.sum(axis=0).tolist() == [40] * 10
+
+
+def test_a_class_is_divided_evenly_among_its_holders() -> None:
+    """Two clients of all ten classes and ten of one: each class of 40 has three holders, 14 + 13 + 13."""
+    made = plan(kind="pathological", clients=12, classes_per_client=[1] * 10 + [10, 10], holdout=0)
+    for column in made.class_counts.T:
+        assert sorted(column[column > 0]) == [13, 13, 14]
+
+
+def test_classes_per_client_as_a_range_are_drawn() -> None:
+    """'1-4': every number occurs among 40 clients, none beyond, and another seed draws others."""
+    first, second = (
+        plan(seed, kind="pathological", clients=40, classes_per_client="1-4", holdout=0) for seed in (0, 1)
+    )
+    counts = (first.class_counts > 0).sum(axis=1)
+    assert set(counts) == {1, 2, 3, 4}
+    assert counts.tolist() != (second.class_counts > 0).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize("same", [[2], [2, 2], "2-2"])
+def test_equal_class_counts_are_the_number(same: object) -> None:
+    """However they are written, the plan is that of `classes_per_client = 2`."""
+    number = plan(kind="pathological", clients=20, classes_per_client=2)
+    assert plan(kind="pathological", clients=20, classes_per_client=same).hash == number.hash
+
+
+def test_balanced_clients_differ_in_labels_alone() -> None:
+    """400 over 7: sizes 58, 57, ... 57, and mixes that a Dirichlet(0.1) makes unequal: some class is over half."""
+    made = plan(kind="dirichlet", clients=7, alpha=0.1, balanced=True, holdout=0)
+    assert sizes(made) == [58] + [57] * 6
+    assert (made.class_counts.max(axis=1) > 0.4 * made.class_counts.sum(axis=1)).sum() > 3
+
+
+def test_balanced_takes_labels_with_gaps() -> None:
+    """Classes 0, 3 and 9 only."""
+    labels = np.array([0, 3, 9])[np.arange(90) % 3]
+    made = make_plan(PartitionSettings(kind="dirichlet", balanced=True, clients=4), labels, None, 0)
+    assert sorted(everything(made)) == list(range(90))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("classes_per_client = 0", ["partition.classes_per_client = 0", "a number from 1"]),
+        ("classes_per_client = [1, 0]", ["partition.classes_per_client = [1, 0]", "list"]),
+        ("classes_per_client = []", ["partition.classes_per_client = []"]),
+        ("classes_per_client = true", ["partition.classes_per_client = True"]),
+        ('classes_per_client = "4-1"', ["partition.classes_per_client = '4-1'", "'1-4'"]),
+        ("balanced = true", ["balanced belongs to kind 'dirichlet', not to 'iid'"]),
+        ('kind = "file"', ["kind = 'file' and file"]),
+        ('file = "a.json"', ["kind = 'file' and file"]),
+        ('shift = "blur"', ["partition.shift = 'blur'", "'noise'"]),
+        ('shift = "contrast"\nshift_strength = 2.0', ["shift_strength = 2.0", "up to 1"]),
+    ],
+)
+def test_wrong_settings_are_named(line: str, words: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Experiment.parse(f"[partition]\n{line}")
+    for word in words:
+        assert word in str(caught.value)
