@@ -66,7 +66,12 @@ def batched(wanted: Sequence[Wanted]) -> list[Tensor]:
     held = [_buffers(model) for model in models]
     stacked = {group: torch.stack([state[group] for state in held]) for group in held[0]}
     layouts = {group: first.model.buffer_layouts[group] for group in stacked}
-    buffers = {f"module.{n}": _views(s, stacked[g]) for g, layout in layouts.items() for n, s in layout.items()}
+    # Of their own: BatchNorm under vmap moves a copy of running statistics that lie apart.
+    buffers = {
+        f"module.{name}": _views(slot, stacked[group]).contiguous()
+        for group, layout in layouts.items()
+        for name, slot in layout.items()
+    }
     loss = LossModule(first)
 
     def one(parameters: State, buffers: State, batch: Any) -> tuple[Tensor, State]:

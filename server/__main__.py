@@ -12,18 +12,21 @@ import typer
 
 from common import plans, references
 from common.addresses import LOOPBACK
+from common.errors import SettingsError
 from common.experiment import Experiment
 from common.logs import LogFormat
 from server import admin
 from server.cell import CLIENT_APP
 from server.options import (
     Certs,
+    Cohort,
     ControlHost,
     ControlPort,
     Device,
     File,
     FleetPort,
     Format,
+    Gpus,
     Grace,
     Host,
     Insecure,
@@ -67,10 +70,18 @@ def simulate(
     resume: Resume = False,
     seed: Seed = None,
     device: Device = "cpu",
+    gpus: Gpus = 1.0,
+    cohort: Cohort = None,
     grace: Grace = GRACE_S,
 ) -> None:
-    """Run all clients on this machine without a server."""
+    """Run all clients on this machine without a server.
+
+    With --cohort the clients of a round train as one batched model: faster for many clients with a tiny model, equal to
+    the ordinary way to rounding and not bit for bit. See docs/benchmarks.md.
+    """
     with errors():
+        if cohort is not None and engine is Engine.flower:
+            raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
         settings, folder = _open(experiment, run_dir, resume, seed)
         from server.display import Display
 
@@ -87,12 +98,14 @@ def simulate(
                     say=display.say,
                     show=display.show,
                     stop=stop,
+                    device=device,
+                    gpus=gpus,
                 )
             else:
                 from server import inprocess
                 from server.app import run
 
-                with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory") as grid:
+                with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory", cohort) as grid:
                     run(grid, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
         _conclude(folder, display)
 

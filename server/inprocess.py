@@ -19,6 +19,8 @@ from common import references
 from common.errors import SettingsError
 
 NODE = 2
+TOGETHER = "client.cohort:answer_all"
+"""What answers TRAIN messages together, by name: the server's code knows no client code."""
 
 
 class InProcessGrid(Grid):
@@ -130,18 +132,18 @@ def is_training(message: Message) -> bool:
 
 @contextmanager
 def grid(
-    app: str, workers: int, device: str = "cpu", memory: Path | None = None, cohort: tuple[str, int] | None = None
+    app: str, workers: int, device: str = "cpu", memory: Path | None = None, cohort: int | None = None
 ) -> Iterator[Grid]:
     """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes.
 
     Client memory lies in the folder `memory`, so that a run can be resumed; without one it ends with the grid.
-    `cohort`: the function by name that works on a round's TRAIN messages together, and how many at once (0: all).
+    `cohort`: a round's clients train together, so many at once (0: all).
     Raises SettingsError for a cohort in more than one process.
     """
     if cohort is not None:
         if workers != 1:
             raise SettingsError(f"cohort mode trains in one process; workers = {workers}: allowed: 1")
-        yield CohortGrid(references.load(app), references.load(cohort[0]), cohort[1], device, str(memory or "ram"))
+        yield CohortGrid(references.load(app), references.load(TOGETHER), cohort, device, str(memory or "ram"))
         return
     if workers == 1:
         yield InProcessGrid(references.load(app), device, str(memory or "ram"))

@@ -21,6 +21,9 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
 Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
+Gpus = Annotated[
+    float, typer.Option(min=0.01, help="With --engine flower on a GPU: the part of it that each actor takes.")
+]
 Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
 Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
 FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
@@ -44,6 +47,24 @@ Metrics = Annotated[
 
 
 Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
+
+
+def _cohort(text: str) -> int:
+    if text == "all":
+        return 0
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r}; allowed: all, or a number of clients from 1")
+    return int(text)
+
+
+Cohort = Annotated[
+    int | None,
+    typer.Option(
+        parser=_cohort,
+        metavar="all|N",
+        help="Train a round's clients as one batched model, all or N at once. Outside the promise of equal bits.",
+    ),
+]
 
 
 @contextmanager
