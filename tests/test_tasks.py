@@ -17,7 +17,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.tasks.base import Examples, Task, evaluate
 from common.tasks.digits import Digits
-from common.tasks.npz import Npz
+from common.tasks.images import Images
 from common.tasks.quadratic import Quadratic, write
 from server.prepare import prepare
 
@@ -40,9 +40,11 @@ def test_the_registry_creates_what_it_names(tmp_path: Path) -> None:
     save(tmp_path / "a.npz")
     quadratic(tmp_path / "q.npz")
     assert isinstance(create(), Digits)
-    assert isinstance(create(name="npz", file=str(tmp_path / "a.npz")), Npz)
+    assert isinstance(create(name="npz", file=str(tmp_path / "a.npz")), Images)
     assert isinstance(create(name="quadratic", file=str(tmp_path / "q.npz")), Quadratic)
-    assert set(tasks.TASKS) == {"digits", "npz", "quadratic"}
+    assert isinstance(create(name="images", file=str(tmp_path / "a.npz")), Images)
+    named = {"cifar10", "cifar100", "tinyimagenet", "femnist", "emnist", "mnist"}
+    assert {"digits", "npz", "images", "quadratic", *named} <= set(tasks.TASKS)
 
 
 def test_importing_the_registry_loads_no_data_library() -> None:
@@ -55,7 +57,7 @@ def test_importing_the_registry_loads_no_data_library() -> None:
 
 
 def test_an_unknown_task_names_the_allowed() -> None:
-    with pytest.raises(SettingsError, match=r"task.name: 'digit' is unknown; allowed: digits, npz, package"):
+    with pytest.raises(SettingsError, match=r"task.name: 'digit' is unknown; allowed: .*cifar10, .*digits, .*npz, package"):
         create(name="digit")
 
 
@@ -219,7 +221,7 @@ def save(path: Path, **changes: object) -> str:
 def test_images_stay_bytes_in_memory_and_are_scaled_by_batch(tmp_path: Path) -> None:
     """uint8 x becomes the float x/255, one channel first; the clients share the 40 examples out."""
     task = create(name="npz", file=save(tmp_path / "a.npz"), clients=3)
-    assert isinstance(task, Npz)
+    assert isinstance(task, Images)
     clients = [task.client(name) for name in task.names()]
     data = clients[0].train
     assert data.inputs.dtype == torch.uint8
@@ -253,7 +255,7 @@ def test_the_cnn_has_batchnorm_and_takes_any_size_from_eight(
 def test_channels_go_first() -> None:
     """(b, h, w, c) becomes (b, c, h, w)."""
     task = create(name="npz", shape=[8, 9, 3], classes=2)
-    assert isinstance(task, Npz)
+    assert isinstance(task, Images)
     inputs = torch.rand(2, 8, 9, 3)
     assert torch.equal(task.features(inputs)[1, 2, 3, 4], inputs[1, 3, 4, 2])
 
@@ -262,7 +264,7 @@ def test_vectors_get_an_mlp_and_floats_are_not_scaled(tmp_path: Path) -> None:
     """5*6+6 + 6*4+4 = 64 parameters, and float64 inputs in the task's float32."""
     file = save(tmp_path / "a.npz", **arrays(40, (5,), np.float64))
     task = create(name="npz", file=file, width=6)
-    assert isinstance(task, Npz)
+    assert isinstance(task, Images)
     assert sum(p.numel() for p in task.model().parameters()) == 64
     inputs = task.client("0").train.inputs
     assert inputs.dtype == torch.float32
@@ -280,7 +282,7 @@ def test_a_file_with_test_arrays_has_a_central_test_set(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     assert create(name="npz", file=save(path)).central() is None
     task = create(name="npz", file=save(path, x_test=np.ones((3, 8, 9), np.uint8), y_test=np.array([0, 5, 1])))
-    assert isinstance(task, Npz)
+    assert isinstance(task, Images)
     assert task.classes == 6
     assert task.central() is not None
     assert task.central().targets.tolist() == [0, 5, 1]
@@ -334,7 +336,7 @@ def test_relative_files_are_found_in_the_data_folder(tmp_path: Path, monkeypatch
     assert create(name="npz", file="a.npz").classes == 8
     save(tmp_path / "here" / "a.npz", classes=np.array(9))
     assert create(name="npz", file="a.npz").classes == 9
-    with pytest.raises(SettingsError, match=r"task.file = 'b.npz': no such file; .*here/b.npz and .*data/b.npz"):
+    with pytest.raises(SettingsError, match=r"task.file = 'b.npz': no such file or folder; .*here/b.npz and .*data/b.npz"):
         create(name="npz", file="b.npz")
 
 
@@ -422,7 +424,7 @@ def test_a_site_must_fit_the_run(tmp_path: Path, changes: dict[str, object], wor
     task = create(name="npz", file=save(tmp_path / "a.npz"))
     with pytest.raises(SettingsError, match=rf"site.npz: {words}"):
         task.client("site", save(tmp_path / "site.npz", **changes))
-    with pytest.raises(SettingsError, match=r"file of client 'site' = 'none.npz': no such file"):
+    with pytest.raises(SettingsError, match=r"file of client 'site' = 'none.npz': no such file or folder"):
         task.client("site", "none.npz")
 
 
@@ -448,7 +450,7 @@ def test_real_files(file: str, kind: str, clients: int, shape: tuple[int, ...], 
     if "FEDKEEL_DATA" not in os.environ:
         pytest.skip("FEDKEEL_DATA is not set: no folder with real data")
     task = create(name="npz", file=file, kind=kind)
-    assert isinstance(task, Npz)
+    assert isinstance(task, Images)
     assert (len(task.names()), task.shape, task.classes) == (clients, shape, 10)
     central = task.central()
     assert (None if central is None else len(central)) == test

@@ -7,11 +7,25 @@ from common.experiment import PartitionSettings, TaskSettings
 from common.references import load
 from common.tasks.base import Task
 
-# name in `[task]` -> "module:class"; each class is called as (options, partition, seed).
+# name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
 TASKS = {
     "digits": "common.tasks.digits:Digits",
-    "npz": "common.tasks.npz:Npz",
     "quadratic": "common.tasks.quadratic:Quadratic",
+    "images": "common.tasks.images:images",
+    "npz": "common.tasks.images:npz",
+    "cifar10": "common.tasks.images:cifar10",
+    "cifar100": "common.tasks.images:cifar100",
+    "tinyimagenet": "common.tasks.images:tinyimagenet",
+    "femnist": "common.tasks.images:femnist",
+    "emnist": "common.tasks.images:emnist",
+    "mnist": "common.tasks.images:mnist",
+    "shakespeare": "common.tasks.shakespeare:Shakespeare",
+    "text": "common.tasks.text:Text",
+    "agnews": "common.tasks.text:AgNews",
+    "20news": "common.tasks.text:Newsgroups",
+    "sst2": "common.tasks.text:Sst2",
+    "qnli": "common.tasks.text:Qnli",
+    "qqp": "common.tasks.text:Qqp",
 }
 
 

@@ -1,4 +1,4 @@
-"""Reading .npz files of labelled data: which array is which, and whether it can be used."""
+"""Labelled examples as arrays: the settings, .npz files, and whether a source can be used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from common.experiment import Section
 from common.seeds import derive
 from common.tasks.base import Examples
 from common.tasks.classification import pick
+from common.tasks.networks import Model, Norm
 
 # What an array may be called; the first name that a file has is taken, unless the settings name one.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -42,46 +43,75 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class NpzSettings(Section):
-    """`[task] name = "npz"`."""
+class ImagesSettings(Section):
+    """`[task]` of every task of labelled images or vectors."""
 
-    file: str | None = Field(None, description="relative to the working directory, else to FEDKEEL_DATA")
-    inputs: str | None = Field(None, description="key of the training inputs; default: the first of KEYS")
-    labels: str | None = Field(None, description="key of the training labels")
-    groups: str | None = Field(None, description="key of the training examples' group ids")
-    test_inputs: str | None = Field(None, description="key of the central test inputs")
-    test_labels: str | None = Field(None, description="key of the central test labels")
-    model: Literal["cnn", "mlp"] | None = Field(None, description="default: cnn for images, mlp for vectors")
-    width: int | None = Field(None, ge=1, description="default: 32 channels (cnn) or 64 hidden units (mlp)")
+    file: str | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
+    inputs: str | None = Field(None, description="array or column of the training inputs; default: the first of KEYS")
+    labels: str | None = Field(None, description="array or column of the training labels")
+    groups: str | None = Field(None, description="array or column of the training examples' group ids")
+    test_inputs: str | None = Field(None, description="array of the central test inputs")
+    test_labels: str | None = Field(None, description="array of the central test labels")
+    variant: str | None = Field(None, description="of a named data set: full, jpeg, subset, ...; default: the first")
+    download: bool = Field(False, description="fetch a named data set that is nowhere on this machine")
+    pooled: bool = Field(True, description="false: every client brings its own file, and the server needs none")
+    model: Model | None = Field(None, description="default: cnn for images, mlp for vectors")
+    width: int | None = Field(None, ge=1, description="default: 64 channels (vgg11), 32 (cnn), 64 hidden units (mlp)")
+    norm: Norm | None = Field(None, description="default: batch (resnet18, cnn), none (vgg11, mlp)")
+    norm_groups: int = Field(2, ge=1, description="groups of norm = 'group'; 2 as in arXiv 2003.00295")
+    dropout: float | None = Field(None, ge=0, lt=1, description="vgg11: default 0.5, as FedNova's code")
     projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
     extractor: int | None = Field(None, ge=1, description="pfedafm: width of a shared extractor beside it")
+    augment: Literal["none", "crop-flip"] = Field(
+        "none", description="of training batches; see common/tasks/augment.py"
+    )
+    mean: list[float] | None = Field(None, description="of inputs in [0, 1], one a channel; default: the data set's")
+    std: list[float] | None = Field(None, description="the same")
     dtype: Literal["float32", "float64"] = "float32"
     limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")
-    classes: int | None = Field(None, ge=1, description="default: key `classes`, else the largest label + 1")
+    classes: Annotated[int, Field(ge=1)] | list[str] | None = Field(
+        None, description="a number or the names in order; default: the source's, else the largest label + 1"
+    )
     shape: tuple[int, ...] | None = Field(None, strict=False, description="of one input; default: from the file")
+    resize: bool = Field(False, description="image files are scaled to `shape`; else all must have one size")
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What a source holds, unchecked: arrays of n examples each. Labels are integers or text; `classes` are their names
+    or number, where the source declares them."""
+
+    inputs: NDArray[Any] | None
+    labels: NDArray[Any] | None
+    groups: NDArray[Any] | None = None
+    test_inputs: NDArray[Any] | None = None
+    test_labels: NDArray[Any] | None = None
+    classes: tuple[str, ...] | int | None = None
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A pooled file, checked. `groups` (n,) belongs to the training examples."""
+    """A pooled source, checked. `groups` (n,) belongs to the training examples; `names` are those of the classes."""
 
     train: Examples
     test: Examples | None
     groups: NDArray[Any] | None
     classes: int
+    names: tuple[str, ...] | None
 
 
-def find(file: str, what: str) -> Path:
-    """The path of a data file: as it is, else in the folder that FEDKEEL_DATA names."""
+def find(file: str, what: str, folders: bool = False) -> Path:
+    """The path of a data file (or, with `folders`, folder): as it is, else in the folder that FEDKEEL_DATA names."""
     places = [Path(file).expanduser()]
     if "FEDKEEL_DATA" in os.environ:
         places.append(Path(os.environ["FEDKEEL_DATA"]) / file)
     for place in places:
-        if place.is_file():
+        if place.is_file() or (folders and place.is_dir()):
             return place
     looked = " and ".join(str(place.absolute()) for place in places)
     hint = "" if len(places) > 1 else "; FEDKEEL_DATA names no other folder"
-    raise SettingsError(f"{what} = {file!r}: no such file; looked for {looked}{hint}")
+    kind = "file or folder" if folders else "file"
+    raise SettingsError(f"{what} = {file!r}: no such {kind}; looked for {looked}{hint}")
 
 
 @contextlib.contextmanager
@@ -99,30 +129,95 @@ def opened(path: Path) -> Iterator[NpzFile]:
         raise SettingsError(f"{path} cannot be read as an .npz archive: {error}") from None
 
 
-def read_pooled(settings: NpzSettings, seed: int) -> Pooled:
-    """Read and check `settings.file`. Raises SettingsError naming the file, the key and the fault."""
-    path = find(settings.file or "", "task.file")
+def read_npz(path: Path, settings: ImagesSettings) -> Raw:
+    """The arrays of an .npz file by their roles, or the images of its mosaics."""
     with opened(path) as file:
+        if "train_jpeg_0" in file.files:
+            from common.tasks.files.mosaic import read_mosaics
+
+            return read_mosaics(file, path)
         found = {role: take(file, role, settings, path) for role in KEYS}
-        classes = settings.classes or _declared_classes(file, path)
-    train = examples_of(found["inputs"], found["labels"], settings.dtype, f"{path}, training data")
-    test, groups = None, found["groups"]
-    if found["test_inputs"] is not None or found["test_labels"] is not None:
-        test = examples_of(found["test_inputs"], found["test_labels"], settings.dtype, f"{path}, test data")
+        return Raw(**found, classes=_declared_classes(file, path))
+
+
+def pool(raw: Raw, settings: ImagesSettings, names: tuple[str, ...] | None, source: str, seed: int) -> Pooled:
+    """Check a pooled source and take its part. Raises SettingsError naming the source and the fault.
+
+    `names`: the classes that the run names, which text labels are then of.
+    """
+    if names is None:
+        names = _own_names(raw)
+    elif isinstance(raw.classes, tuple):
+        agree(raw, names, source)
+    train = examples_of(raw.inputs, numbered(raw.labels, names, source), settings.dtype, f"{source}, training data")
+    test, groups = None, raw.groups
+    if raw.test_inputs is not None or raw.test_labels is not None:
+        labels = numbered(raw.test_labels, names, source)
+        test = examples_of(raw.test_inputs, labels, settings.dtype, f"{source}, test data")
     if groups is not None and len(groups) != len(train):
-        raise SettingsError(f"{path}: {len(groups)} group ids for {len(train)} training examples")
+        raise SettingsError(f"{source}: {len(groups)} group ids for {len(train)} training examples")
+    declared = settings.classes or (len(names) if names else raw.classes)
+    classes = len(declared) if isinstance(declared, (list, tuple)) else declared
     if classes is None:
         classes = 1 + max((int(part.targets.max()) for part in (train, test) if part), default=0)
     shape = settings.shape or tuple(train.inputs.shape[1:])
-    fit(train, shape, classes, f"{path}, training data")
+    fit(train, shape, classes, f"{source}, training data")
     if test is not None:
-        fit(test, shape, classes, f"{path}, test data")
+        fit(test, shape, classes, f"{source}, test data")
         test = pick(test, drawn(len(test), settings.limit, seed, "test"))
     kept = drawn(len(train), settings.limit, seed, "train")
-    return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes)
+    return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes, names)
 
 
-def take(file: NpzFile, role: str, settings: NpzSettings, path: Path) -> NDArray[Any] | None:
+def _own_names(raw: Raw) -> tuple[str, ...] | None:
+    """The names of a source's classes; of text labels without declared names the sorted texts, unless all are
+    numbers."""
+    if isinstance(raw.classes, tuple):
+        return raw.classes
+    texts = {str(each) for labels in (raw.labels, raw.test_labels) if _is_text(labels) for each in labels.tolist()}
+    return tuple(sorted(texts)) if texts and not all(map(_number, texts)) else None
+
+
+def _is_text(labels: NDArray[Any] | None) -> TypeGuard[NDArray[Any]]:
+    return labels is not None and labels.dtype.kind == "U"
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def numbered(labels: NDArray[Any] | None, names: tuple[str, ...] | None, source: str) -> NDArray[Any] | None:
+    """Labels (n,) as integers: text by its place among the names of the run's classes."""
+    if not _is_text(labels):
+        return labels
+    texts, inverse = np.unique(labels, return_inverse=True)
+    if names is None:
+        if not all(map(_number, texts.tolist())):
+            raise SettingsError(
+                f"{source}: its labels are text ({_some(texts.tolist())}) and this run's classes have no names; give "
+                "them to both sides, in order, as task.classes = [...] in the experiment"
+            )
+        return texts.astype(np.int64)[inverse]
+    places = {name: place for place, name in enumerate(names)}
+    if unknown := [text for text in texts.tolist() if text not in places]:
+        raise SettingsError(f"{source}: labels {_some(unknown)} are none of this run's classes: {_some(names)}")
+    return np.array([places[text] for text in texts.tolist()], np.int64)[inverse]
+
+
+def agree(raw: Raw, names: tuple[str, ...], source: str) -> None:
+    """Raise SettingsError if a source's numbers mean other classes than the run's."""
+    if isinstance(raw.classes, tuple) and not _is_text(raw.labels) and raw.classes != names:
+        raise SettingsError(
+            f"{source}: its classes are {_some(raw.classes)}; this run's are {_some(names)}: the same names, in the "
+            "same order, or labels as text"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def take(file: NpzFile, role: str, settings: ImagesSettings, path: Path) -> NDArray[Any] | None:
     """The array of a role; None if the file has none and the settings name none."""
     named: str | None = getattr(settings, role)
     key = named or next((key for key in KEYS[role] if key in file.files), None)
@@ -144,13 +239,13 @@ def _array(file: NpzFile, key: str, path: Path) -> NDArray[Any]:
     return array
 
 
-def _declared_classes(file: NpzFile, path: Path) -> int | None:
+def _declared_classes(file: NpzFile, path: Path) -> tuple[str, ...] | int | None:
     """From the key `classes`: names (k,) or a number."""
     if "classes" not in file.files:
         return None
     declared = _array(file, "classes", path)
-    if declared.ndim == 1:
-        return len(declared)
+    if declared.ndim == 1 and len(declared):
+        return tuple(map(str, declared.tolist())) if declared.dtype.kind == "U" else len(declared)
     if declared.ndim == 0 and declared.dtype.kind in "iu":
         return int(declared)
     raise SettingsError(
@@ -173,7 +268,7 @@ def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype:
         raise SettingsError(f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
     if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
         raise SettingsError(f"{source}: inputs hold NaN or infinite values")
-    values = inputs if inputs.dtype == np.uint8 else inputs.astype(dtype)
+    values = inputs if inputs.dtype == np.uint8 else inputs.astype(dtype, copy=False)
     return Examples(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))
 
 

@@ -1,4 +1,4 @@
-"""What all classification tasks on a pooled data set share: the split, cross entropy, accuracy, small models."""
+"""What all classification tasks on a pooled data set share: the split, cross entropy, accuracy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
-from common.mixture import Mixture
 from common.partition import Plan, make_plan
 from common.shift import check_shift, shifted
 from common.tasks.base import ClientData, Examples, Task
+from common.tasks.networks import check_heads, cnn, head, mlp, output_layer
+
+__all__ = ["DTYPES", "Classification", "check_heads", "cnn", "head", "mlp", "pick"]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -57,7 +59,7 @@ class Classification(Task):
     def client(self, name: str, file: str | None = None) -> ClientData:
         """The examples that the plan gives to client `name`."""
         if file is not None:
-            raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'npz' does")
+            raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'images' does")
         names = self.names()
         if name not in names:
             raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
@@ -70,11 +72,8 @@ class Classification(Task):
         return self.plan.hash
 
     def output_layer(self, model: nn.Module) -> nn.Module | None:
-        """The last linear layer of a sequence, or a mixture's head."""
-        if isinstance(model, Mixture):
-            return model.head
-        last = model[-1] if isinstance(model, nn.Sequential) else None
-        return last if isinstance(last, nn.Linear) else None
+        """The last linear layer; see `common.tasks.networks.output_layer`."""
+        return output_layer(model)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean cross entropy, nats."""
@@ -89,44 +88,6 @@ class Classification(Task):
         return {"loss": loss.item(), "accuracy": float((logits.argmax(1) == targets).sum())}
 
 
-def mlp(inputs: int, hidden: int, outputs: int, projection: int | None = None) -> nn.Sequential:
-    """One hidden layer with ReLU, then the output of `head`: (b, inputs) -> logits (b, outputs)."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), *head(hidden, outputs, projection))
-
-
-def head(features: int, outputs: int, projection: int | None) -> list[nn.Module]:
-    """The output layer; with `projection`, behind MOON's projection head of two layers of that width, whose result is
-    what it reads. (MOON's own first layer is as wide as the features: for `cnn` that would be millions of weights.)"""
-    if projection is None:
-        return [nn.Linear(features, outputs)]
-    layers = [nn.Linear(features, projection), nn.ReLU(), nn.Linear(projection, projection)]
-    return [*layers, nn.Linear(projection, outputs)]
-
-
-def check_heads(projection: int | None, extractor: int | None) -> None:
-    """Raise SettingsError for a model of two extractors with a projection head, which no algorithm trains."""
-    if projection and extractor:
-        raise SettingsError(
-            f"task.projection = {projection} beside task.extractor = {extractor}: allowed: one of them, the first for "
-            "'moon', the second for 'pfedafm'"
-        )
-
-
-def cnn(shape: tuple[int, ...], width: int, classes: int, projection: int | None = None) -> nn.Sequential:
-    """Two blocks of convolution, BatchNorm, ReLU and pooling, then the output of `head`.
-
-    `shape` is (h, w) or (h, w, channels), h, w >= 8; (b, channels, h, w) -> logits (b, classes).
-    """
-    height, breadth, channels = (*shape, 1)[:3]
-    layers: list[nn.Module] = []
-    for before, after in ((channels, width), (width, 2 * width)):
-        # No bias: BatchNorm takes the mean out again.
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
-        layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    features = 2 * width * (height // 4) * (breadth // 4)
-    return nn.Sequential(*layers, nn.Flatten(), *head(features, classes, projection))
-
-
 def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:
-    """A copy of the examples at `indices` (k,)."""
-    return Examples(*examples.batch(torch.tensor(indices)))
+    """A copy of the examples at `indices` (k,), sorted and without repetition; the same ones if those are all."""
+    return examples if len(indices) == len(examples) else Examples(*examples.batch(torch.tensor(indices)))

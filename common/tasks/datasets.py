@@ -1,0 +1,302 @@
+"""The table of named image data sets: where they lie, what they are, and how they are fetched."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import string
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import SettingsError
+from common.tasks.arrays import ImagesSettings, Raw, numbered
+from common.tasks.files.cache import FOLDER, folder, kept, path_of, stamp
+
+log = logging.getLogger("common.tasks")
+
+SILENCE_S = 30.0
+"""Seconds without a byte that end a download."""
+
+Fetch = Callable[[Path, str, bool], Raw]
+"""(folder, variant, download) -> the data set from its original files in the folder, fetched there if `download`."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A row. `places`: variant -> paths under FEDKEEL_DATA, the first variant being the default; `classes`: their
+    names, or number where the names come with the data; `mean` and `std` of inputs in [0, 1] by channel; `originals`:
+    the folder that `fetch` reads, by its owner's name; `fetched`: the variants that it knows."""
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...] | int
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    places: Mapping[str, tuple[str, ...]]
+    fetch: Fetch
+    fetched: tuple[str, ...]
+    about: str
+    originals: str | None = None
+    of_variant: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Variant -> class names, where they are other than `classes`."""
+
+    def names(self, variant: str) -> tuple[str, ...] | int:
+        """The classes of a variant."""
+        return self.of_variant.get(variant, self.classes)
+
+
+# --- from the libraries
+
+
+def _torchvision(kind: str) -> Fetch:
+    """CIFAR-10 and CIFAR-100: `data` (n, 32, 32, 3) uint8, `targets` a list, `classes` names."""
+
+    def fetch(root: Path, variant: str, download: bool) -> Raw:
+        from torchvision import datasets
+
+        train, test = (getattr(datasets, kind)(root, train=part, download=download) for part in (True, False))
+        labels = [np.array(each.targets, np.int64) for each in (train, test)]
+        return Raw(train.data, labels[0], None, test.data, labels[1], tuple(train.classes))
+
+    return fetch
+
+
+def _mnist(root: Path, variant: str, download: bool) -> Raw:
+    """MNIST's images with the writers that QMNIST found for them: column 2 of its targets (n, 8)."""
+    from torchvision import datasets
+
+    train, test = (datasets.MNIST(root, train=part, download=download) for part in (True, False))
+    known = datasets.QMNIST(root, what="train", compat=False, download=download).targets
+    if not bool((known[:, 0] == train.targets).all()):
+        raise SettingsError(f"mnist: QMNIST's labels in {root} are not those of MNIST's training images")
+    groups, names = known[:, 2].numpy(), tuple(string.digits)
+    return Raw(
+        train.data.numpy(), train.targets.numpy(), groups, test.data.numpy(), test.targets.numpy(), classes=names
+    )
+
+
+def _emnist(root: Path, variant: str, download: bool) -> Raw:
+    """A split of EMNIST, upright: its files hold the images transposed. The split `letters` counts from 1."""
+    from torchvision import datasets
+
+    parts = [datasets.EMNIST(root, split=variant, train=part, download=download) for part in (True, False)]
+    shift = int(variant == "letters")
+    images = [part.data.transpose(1, 2).numpy() for part in parts]
+    labels = [part.targets.numpy() - shift for part in parts]
+    return Raw(images[0], labels[0], None, images[1], labels[1], tuple(parts[0].classes[shift:]))
+
+
+def _hub(name: str, image: str, label: str, group: str | None, test: str | None) -> Fetch:
+    """A data set of the Hugging Face hub, through flwr-datasets, by the names of its columns and test split."""
+
+    def fetch(root: Path, variant: str, download: bool) -> Raw:
+        if not download:  # its files are only known to the library
+            raise FileNotFoundError(root)
+        from common.flower import prepare
+        from common.tasks.tables import dataset_table, library
+
+        prepare()  # before flwr-datasets reads whether to report its use
+        with library():
+            from flwr_datasets import FederatedDataset
+
+            source = FederatedDataset(dataset=name, partitioners={}, shuffle=False, cache_dir=str(root))
+            parts = [source.load_split(split) for split in ("train", test) if split]
+        tables = [dataset_table(part, name) for part in parts]
+        held: list[Any] = [(table[image], table[label]) for table in tables]
+        return Raw(
+            *held[0],
+            None if group is None else np.array(tables[0][group], dtype=str),
+            *(held[1] if test else (None, None)),
+            tuple(map(str, parts[0].features[label].names)),
+        )
+
+    return fetch
+
+
+# --- the rows
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+LETTERS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+MERGED = tuple(each for each in LETTERS if each not in "cijklmopsuvwxyz")
+SPLITS = ("balanced", "byclass", "bymerge", "letters", "digits", "mnist")
+
+DATASETS = {
+    "cifar10": Dataset(
+        shape=(32, 32, 3),
+        classes=CIFAR10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        places={
+            "full": ("cifar10/cifar10_full.npz",),
+            "jpeg": ("cifar10/cifar10_full_jpeg.npz",),
+            "subset": ("cifar10/cifar10.npz",),
+        },
+        fetch=_torchvision("CIFAR10"),
+        fetched=("full",),
+        about="170 MB by torchvision",
+        originals="cifar-10-batches-py",
+    ),
+    "cifar100": Dataset(
+        shape=(32, 32, 3),
+        classes=100,
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        places={"full": ("cifar100/cifar100_full.npz",), "jpeg": ("cifar100/cifar100_full_jpeg.npz",)},
+        fetch=_torchvision("CIFAR100"),
+        fetched=("full",),
+        about="170 MB by torchvision",
+        originals="cifar-100-python",
+    ),
+    "tinyimagenet": Dataset(
+        shape=(64, 64, 3),
+        classes=200,
+        mean=(0.4802, 0.4481, 0.3975),
+        std=(0.2770, 0.2691, 0.2821),
+        places={"full": ("tinyimagenet/tinyimagenet.npz", "tiny-imagenet-200", "tinyimagenet")},
+        fetch=_hub("zh-plus/tiny-imagenet", "image", "label", None, "valid"),
+        fetched=("full",),
+        about="zh-plus/tiny-imagenet, 150 MB by flwr-datasets",
+    ),
+    # x/255 alone: paper is white in some copies of it and black in others.
+    "femnist": Dataset(
+        shape=(28, 28),
+        classes=LETTERS,
+        mean=None,
+        std=None,
+        places={"full": ("femnist/femnist.npz", "femnist")},
+        fetch=_hub("flwrlabs/femnist", "image", "character", "writer_id", None),
+        fetched=("full",),
+        about="flwrlabs/femnist, 200 MB by flwr-datasets",
+    ),
+    "emnist": Dataset(
+        shape=(28, 28),
+        classes=MERGED,
+        mean=(0.1751,),
+        std=(0.3332,),
+        places={split: (f"emnist/emnist_{split}.npz",) for split in SPLITS},
+        fetch=_emnist,
+        fetched=SPLITS,
+        about="560 MB by torchvision",
+        originals="EMNIST",
+        of_variant={
+            "byclass": LETTERS,
+            "letters": tuple(string.ascii_lowercase),
+            "digits": tuple(string.digits),
+            "mnist": tuple(string.digits),
+        },
+    ),
+    "mnist": Dataset(
+        shape=(28, 28),
+        classes=tuple(string.digits),
+        mean=(0.1307,),
+        std=(0.3081,),
+        places={"full": ("mnist_writers/mnist_writers.npz",)},
+        fetch=_mnist,
+        fetched=("full",),
+        about="25 MB by torchvision (MNIST, and QMNIST for its writers)",
+        originals="QMNIST",
+    ),
+}
+
+
+def load(name: str, variant: str, settings: ImagesSettings) -> tuple[Raw, str]:
+    """A named data set and where it was found: in the folder that FEDKEEL_DATA names, in the cache, as its owner's
+    files, or fetched where `task.download` says so.
+
+    Raises SettingsError that names all places looked at and the ways to get it.
+    """
+    row, key = DATASETS[name], f"{name}-{variant}"
+    data = Path(os.environ["FEDKEEL_DATA"]) if "FEDKEEL_DATA" in os.environ else None
+    places = [data / place for place in row.places[variant]] if data else []
+    for place in places:
+        if place.exists():
+            decode = partial(_read, place, settings, row.shape)
+            return (kept(f"{key}-{stamp(place)}", decode) if place.is_dir() else decode()), str(place)
+    fetchable, held = variant in row.fetched, path_of(key)
+    roots = [data, data / name] if data and row.originals and fetchable else []
+    places += [root / str(row.originals) for root in roots]
+    root = next((root for root in roots if (root / str(row.originals)).is_dir()), None)
+
+    def make() -> Raw:
+        if root is not None:
+            return _fetch(name, variant, root, False)
+        if fetchable and settings.download:
+            return _download(name, variant)
+        raise SettingsError(_absent(name, variant, [*map(str, places), str(held)], data))
+
+    if not held.is_file() and (root is None and not (fetchable and settings.download)):
+        make()  # what nobody can give needs no lock
+    try:
+        return kept(key, make, required=settings.download and root is None), str(held)
+    except OSError as error:
+        raise SettingsError(
+            f"task.name = {name!r}: {folder()} cannot be written: {error}; name another folder with {FOLDER}"
+        ) from None
+
+
+def _read(place: Path, settings: ImagesSettings, shape: tuple[int, ...]) -> Raw:
+    from common.tasks.files import read
+
+    raw = read(place, settings, shape)
+    names = raw.classes if isinstance(raw.classes, tuple) else None
+    labels = [numbered(each, names, str(place)) for each in (raw.labels, raw.test_labels)]
+    return replace(raw, labels=labels[0], test_labels=labels[1])
+
+
+def _absent(name: str, variant: str, places: list[str], data: Path | None) -> str:
+    """What was looked for, and the ways to get it."""
+    row = DATASETS[name]
+    ways = [f"task.download = true ({row.about}, into {folder()}, which {FOLDER} moves)"] * (variant in row.fetched)
+    here = [other for other, paths in row.places.items() if data and any((data / path).exists() for path in paths)]
+    ways += [f"task.variant = {other!r}, which is here" for other in here]
+    ways.append("task.file = your own copy (.npz, folder of images, table)")
+    if data is None:
+        ways.append(f"FEDKEEL_DATA = a folder with {row.places[variant][0]}")
+    return (
+        f"task.name = {name!r} (variant {variant!r}) is not on this machine; looked for {', '.join(places)}; "
+        f"allowed: {'; '.join(ways)}"
+    )
+
+
+def _download(name: str, variant: str) -> Raw:
+    root = folder() / "downloads" / name
+    log.warning("%s is being fetched: %s, into %s", name, DATASETS[name].about, root)
+    root.mkdir(parents=True, exist_ok=True)
+    return _fetch(name, variant, root, True)
+
+
+def _fetch(name: str, variant: str, root: Path, download: bool) -> Raw:
+    """The row's `fetch`, every fault of a library a SettingsError."""
+    doing = "task.download = true failed" if download else "cannot be read"
+    try:
+        with _impatient(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries' own old habits
+            return DATASETS[name].fetch(root, variant, download)
+    except SettingsError:
+        raise
+    except ImportError as error:
+        raise SettingsError(f"task.name = {name!r} needs a library that is not installed: {error}") from None
+    except Exception as error:  # they raise whatever their parts do
+        places = ", ".join(DATASETS[name].places[variant])
+        raise SettingsError(
+            f"task.name = {name!r}: {doing} in {root}: {type(error).__name__}: {error}; without a network put a copy "
+            f"at {places} under the folder that FEDKEEL_DATA names, or name it with task.file"
+        ) from None
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """urllib waits for a silent server for ever, unless sockets are told not to."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SILENCE_S)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,32 @@
+"""Labelled examples from local files and folders of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import SettingsError
+from common.tasks.arrays import ImagesSettings, Raw, read_npz
+from common.tasks.files.folder import read_folder
+from common.tasks.files.table import holds_tables, read_rows
+from common.tasks.tables import ENDINGS
+
+
+def read(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None = None) -> Raw:
+    """What a path holds: an .npz archive, a table (CSV, JSON lines, parquet), a folder with a subfolder of images for
+    each class, or a data set that Hugging Face's `datasets` saved.
+
+    `shape` (h, w) or (h, w, channels) of the run, where known: image files are read as grey or RGB accordingly.
+    Raises SettingsError naming the file and the fault.
+    """
+    if settings.resize and shape is None:
+        raise SettingsError("task.resize = true needs task.shape: the size to scale to")
+    if path.is_dir():
+        return read_rows(path, settings, shape) if holds_tables(path) else read_folder(path, shape, settings.resize)
+    if path.name.endswith(ENDINGS):
+        return read_rows(path, settings, shape)
+    try:
+        return read_npz(path, settings)
+    except SettingsError as error:
+        if path.suffix == ".npz":
+            raise
+        raise SettingsError(f"{error}; allowed: .npz, {', '.join(ENDINGS)}, or a folder") from None
