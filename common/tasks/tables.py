@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
 import warnings
 import zlib
@@ -254,7 +255,8 @@ def _load(path: Path) -> Any:
 
 @contextlib.contextmanager
 def library() -> Iterator[Any]:
-    """Hugging Face's `datasets` with its warnings, and its use of Python's global generator, kept to itself."""
+    """Hugging Face's `datasets` without telemetry, its warnings and use of Python's global generator kept to itself."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     state = random.getstate()  # importing it draws from it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,98 @@
+"""Where named data sets lie: in the folder that FEDKEEL_DATA names, else on Hugging Face's hub, else nowhere."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import SettingsError
+from common.tasks.arrow import Column, Table
+from common.tasks.tables import dataset_table, library, read_table, splits
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A data set: its folder under FEDKEEL_DATA, its name (and configuration) on the hub, and its parts there or here.
+
+    Those of `train` and of `test` that exist are read, one after the other; at least one of each must.
+    """
+
+    folder: str
+    hub: str
+    config: str | None = None
+    train: tuple[str, ...] = ("train",)
+    test: tuple[str, ...] = ("test",)
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    classes: int = 2
+
+
+def local_table(file: str, what: str, split: str | None = None) -> tuple[Table, Path]:
+    """The table in a file or folder: as it is, else in FEDKEEL_DATA; `what` is the setting that names it."""
+    path = find_table(file, what)
+    held = splits(path)
+    if split is None and "train" in held:
+        split = "train"
+    return read_table(path, split), path
+
+
+def find_table(file: str, what: str) -> Path:
+    """The path of a file or folder. Raises SettingsError that lists where it was looked for."""
+    places = [Path(file).expanduser()]
+    if "FEDKEEL_DATA" in os.environ:
+        places.append(Path(os.environ["FEDKEEL_DATA"]) / file)
+    for place in places:
+        if place.exists():
+            return place
+    looked = " and ".join(str(place.absolute()) for place in places)
+    hint = "" if len(places) > 1 else "; FEDKEEL_DATA names no other folder"
+    raise SettingsError(f"{what} = {file!r}: no such file or folder; looked for {looked}{hint}")
+
+
+def read_corpus(corpus: Corpus, part: str) -> tuple[Table, str]:
+    """The table of a data set's part, "train" or "test", and where it came from: the local folder or a download, which
+    `datasets` keeps in its cache. Raises SettingsError that names every place looked at."""
+    wanted = corpus.train if part == "train" else corpus.test
+    root = os.environ.get("FEDKEEL_DATA")
+    folder = Path(root) / corpus.folder if root else None
+    if folder is not None and folder.is_dir():
+        found = [name for name in wanted if name in splits(folder)]
+        if not found:
+            raise SettingsError(f"{folder}: none of the tables {', '.join(wanted)}; it has {', '.join(splits(folder))}")
+        return _joined([read_table(folder, name) for name in found]), str(folder)
+    here = f"no folder {folder}" if folder else "FEDKEEL_DATA names no folder"
+    held = _download(corpus, here)
+    return _joined([dataset_table(held[name], corpus.hub) for name in wanted if name in held]), corpus.hub
+
+
+def _download(corpus: Corpus, here: str) -> Any:
+    """The data set's splits from the hub or its cache."""
+    with library() as datasets:
+        try:
+            # Each try ends by the hub's own time limits; without these retries an offline machine learns it at once.
+            config = datasets.DownloadConfig(max_retries=0)
+            return datasets.load_dataset(corpus.hub, corpus.config, download_config=config)
+        except Exception as error:  # whatever network, hub and cache raise
+            name = corpus.hub + (f" ({corpus.config})" if corpus.config else "")
+            cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise SettingsError(
+                f"data set {corpus.folder!r}: {here}, and {name} cannot be had from Hugging Face or its cache "
+                f"{datasets.config.HF_DATASETS_CACHE}: {cause}. Put it into FEDKEEL_DATA as {corpus.folder}/"
+                f"{corpus.train[0]}.jsonl, or load it once on a machine with a network"
+            ) from None
+
+
+def _joined(tables: list[Table]) -> Table:
+    first = tables[0]
+    return {name: _column([table[name] for table in tables]) for name in first} if len(tables) > 1 else first
+
+
+def _column(parts: list[Column]) -> Column:
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return [value for part in parts for value in part]
