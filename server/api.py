@@ -194,7 +194,7 @@ def results(folder: str | Path) -> Any:
         cells = json.loads((root / CELLS).read_text("utf-8"))["cells"]
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(f"{str(folder)!r} holds no plan: {CELLS} cannot be read: {error}") from None
-    found = []
+    found, leading = [], dict.fromkeys(["variant"])
     for cell in cells:
         if cell["stage"] != "final" or cell["status"] != "finished":
             continue
@@ -202,11 +202,13 @@ def results(folder: str | Path) -> Any:
         about = json.loads((path / CELL).read_text("utf-8"))
         frame = frames.history(RunFolder(path).history()).reset_index()
         named = {"variant": about["variant"], **about["point"]}
-        named |= {f"tuned.{key}": value for key, value in about["tuned"].items()} | {"seed": about["seed"]}
-        for place, (key, value) in enumerate(named.items()):
-            frame.insert(place, key, [value] * len(frame))
-        found.append(frame)
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+        named |= {f"tuned.{key}": value for key, value in about["tuned"].items()}
+        leading |= dict.fromkeys(named)
+        # A list, a value of `betas` for instance, is one value.
+        found.append(frame.assign(seed=about["seed"], **{key: [value] * len(frame) for key, value in named.items()}))
+    frame = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=["variant", "seed", "round"])
+    front = [*leading, "seed", "round"]
+    return frame[[*front, *(column for column in frame.columns if column not in front)]]
 
 
 def _settings(experiment: str | Path | Tables | Experiment, overrides: Tables) -> Experiment:

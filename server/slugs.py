@@ -25,12 +25,20 @@ def point_slug(point: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    text = "-".join(map(_value, value)) if isinstance(value, list) else value if isinstance(value, str) else None
-    if text is None:
-        text = json.dumps(value, sort_keys=True, default=str)
+    """A value as it stands if it can be read back from that: a word, a number, several numbers; else with a hash."""
+    exact = json.dumps(value, sort_keys=True, default=str)
+    if isinstance(value, str):
+        text, plain = value, re.match("[a-z]", value) is not None and value not in ("true", "false", "null")
+    elif isinstance(value, list):
+        text, plain = "-".join(map(_value, value)), len(value) > 1 and all(map(_positive, value))
+    else:
+        text, plain = exact, value is not None
     readable = slug(text)
-    # What the readable form leaves out (a sign, a bracket, capitals) must still tell two values apart.
-    return readable if readable == text else f"{readable}-{_hash(json.dumps(value, default=str))}".strip("-")
+    return readable if plain and readable == text else f"{readable}-{_hash(exact)}".strip("-")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def shortened(text: str) -> str:
