@@ -54,7 +54,7 @@ class Style:
 def styles(groups: Sequence[Group], window: int) -> dict[int, Style]:
     """Group number -> style: one color a variant; beyond `DRAWN` variants those with the best final score have one."""
     names = list(dict.fromkeys(names_of(groups).values()))
-    best = sorted(names, key=lambda name: -max(_score(g, window) for g in groups if names_of(groups)[g.number] == name))
+    best = sorted(names, key=lambda name: -max(score(g, window) for g in groups if names_of(groups)[g.number] == name))
     colored = [name for name in names if name in set(best[:DRAWN])] if len(names) > DRAWN else names
     styles = {
         name: Style(number, COLORS[number % len(COLORS)], DASHES[number // len(COLORS)])
@@ -70,7 +70,7 @@ def names_of(groups: Sequence[Group]) -> dict[int, str]:
     return {one.number: one.variant if len(set(pairs)) == len(pairs) else one.label for one in groups}
 
 
-def _score(group: Group, window: int) -> float:
+def score(group: Group, window: int) -> float:
     for metric, sign in (("accuracy", 1.0), ("loss", -1.0), ("train loss", -1.0)):
         if (mean := group.final(metric, window)) is not None:
             return sign * mean.mean

@@ -52,7 +52,7 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
         "worst client",
         "10th percentile",
     )
-    columns = (*columns, *_own(groups), "drift", "bytes", "seconds", "simulated s", "dropped", "void")
+    columns = (*columns, *own_metrics(groups), "drift", "bytes", "seconds", "simulated s", "dropped", "void")
     rows = []
     for one in groups:
         own = "" if one.source != "personal" else " own"
@@ -69,7 +69,7 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
                 spread(one.final("train loss", options.window)),
                 spread(one.final("worst", options.window)),
                 spread(one.final("p10", options.window)),
-                *(spread(one.final(name, options.window), "{:.4g}") for name in _own(groups)),
+                *(spread(one.final(name, options.window), "{:.4g}") for name in own_metrics(groups)),
                 spread(one.mean("drift"), "{:.3f}"),
                 _bytes(one.total("bytes")),
                 spread(one.total("seconds"), "{:.1f}"),
@@ -103,7 +103,7 @@ def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
     for source in (*SOURCES, "train"):
         labels = [one.label for one in groups if one.source == source]
         if labels:
-            who = "Accuracy and loss" if len(labels) == len(groups) else f"Accuracy and loss of {_some(labels)}"
+            who = "Accuracy and loss" if len(labels) == len(groups) else f"Accuracy and loss of {some(labels)}"
             whose = "are clients' own models: " if source == "personal" else "are of "
             notes.append(f"{who} {whose}{WHOSE[source]}.")
     if not all(one.complete for one in groups):
@@ -174,11 +174,11 @@ def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
             rows.append([Cell(variant), *(Cell(DASH) if one is None else cell(one) for one in cells)])
         for column in range(1, len(points) + 1) if len({one.source for one in groups}) == 1 else ():
             rows = bold_best(rows, column, largest)
-        return Table(title, ["variant", *map(point, points)], rows)
+        return Table(f"{title} by variant and point", ["variant", *map(point, points)], rows)
 
     tables = [table("Accuracy", lambda one: spread(one.final("accuracy", options.window)), True)]
-    if not any(cell.text != DASH for row in tables[0].rows for cell in row[1:]):
-        tables = []
+    if not any(one.has("accuracy") for one in groups):
+        return []
     for target in options.targets:
         for axis, pattern in (("round", "{:.1f}"), ("bytes", "")):
             word = "Rounds" if axis == "round" else "Bytes"
@@ -369,7 +369,7 @@ def _same(values: Iterable[Any]) -> bool | None:
     return None if any(value is None for value in found) else len(set(found)) == 1
 
 
-def _own(groups: Sequence[Group]) -> list[str]:
+def own_metrics(groups: Sequence[Group]) -> list[str]:
     """Further metrics of the tasks: distances, objectives."""
     known = {"accuracy", "loss", "train loss", "worst", "p10", "drift"}
     return sorted({name for one in groups for run in one.used for name in run.metrics} - known)
@@ -396,8 +396,8 @@ def _range(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _some(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+def some(labels: Sequence[str]) -> str:
+    return "; ".join(labels[:3]) + (f"; and {len(labels) - 3} more" if len(labels) > 3 else "")
 
 
 def _short(error: str) -> str:

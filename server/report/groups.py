@@ -155,7 +155,7 @@ def _new(run: Run) -> Group:
         return Group(str(run.cell["variant"]), _point(run), str(run.cell.get("plan") or ""))
     name = str(run.settings.get("name") or run.folder.resolve().name)
     strategy = run.settings.get("strategy.name")
-    return Group(f"{strategy}, {name}" if strategy else name, {}, "")
+    return Group(f"{strategy}: {name}" if strategy else name, {}, "")
 
 
 def _label(groups: list[Group]) -> None:

@@ -17,7 +17,7 @@ from server.report import charts, contents
 from server.report.charts import Style
 from server.report.contents import Options
 from server.report.groups import Group, point
-from server.report.runs import Run, records
+from server.report.runs import Run, inner, number, records
 from server.report.style import CSS, SCRIPT
 from server.report.tables import Table
 
@@ -33,10 +33,11 @@ PANELS = 9
 def page(groups: Sequence[Group], all_: Sequence[Run], options: Options, command: Sequence[str] = ()) -> str:
     """The report as HTML. `command`: what made it."""
     style = charts.styles(groups, options.window)
+    tables, targets = contents.pivots(groups, options), contents.targets(groups, options)
     parts = [
-        ("summary", "Summary", _summary(groups, options, style)),
-        ("unfinished", "Unfinished and failed runs", _table(contents.unfinished(all_), long=True)),
-        ("targets", "Rounds and bytes to the target", _table(contents.targets(groups, options), groups, style)),
+        ("summary", "Summary", _pivots(_table(contents.summary(groups, options), groups, style), tables[:1])),
+        ("unfinished", "Unfinished and failed runs", _table(contents.unfinished(all_), words=True)),
+        ("targets", "Rounds and bytes to the target", _pivots(_table(targets, groups, style), tables[1:])),
         ("curves", "Curves", _curves(groups, options, style)),
         ("clients", "Clients", _clients(groups, options, style)),
         ("drift", "Drift", _drift(groups, style)),
@@ -100,7 +101,7 @@ def _plural(count: int, word: str) -> str:
 
 
 def _table(
-    table: Table, groups: Sequence[Group] = (), style: dict[int, Style] | None = None, long: bool = False
+    table: Table, groups: Sequence[Group] = (), style: dict[int, Style] | None = None, words: bool = False
 ) -> str:
     """A table with the groups' colors before their names; "" without a row."""
     if not table.rows:
@@ -110,8 +111,8 @@ def _table(
         by = {one.label: _swatch(style[one.number]) for one in groups}
         marks = [by.get(row[0].text.removesuffix(" †"), "") for row in table.rows]
     shown = table.html(marks)
-    if long:
-        shown = shown.replace("<td>", "<td class=long>")
+    if words:
+        shown = shown.replace("<table>", "<table class=words>", 1)
     return shown.replace("<div class=scroll", '<div class="scroll tall"', 1) if len(table.rows) > 20 else shown
 
 
@@ -123,8 +124,10 @@ def _swatch(style: Style) -> str:
     )
 
 
-def _legend(groups: Sequence[Group], style: dict[int, Style]) -> str:
+def _legend(groups: Sequence[Group], style: dict[int, Style], *metrics: str) -> str:
+    """The groups that are in the charts of these metrics."""
     names = charts.names_of(groups)
+    groups = [one for one in groups if any(map(one.has, metrics))]
     items = {style[one.number]: names[one.number] for one in groups if style[one.number].colored}
     if rest := sum(not style[one.number].colored for one in groups):
         items[next(style[one.number] for one in groups if not style[one.number].colored)] = f"{rest} other groups"
@@ -135,11 +138,9 @@ def _legend(groups: Sequence[Group], style: dict[int, Style]) -> str:
     return f'<ul class=legend aria-label="Legend">{shown}</ul>'
 
 
-def _summary(groups: Sequence[Group], options: Options, style: dict[int, Style]) -> str:
-    shown = _table(contents.summary(groups, options), groups, style)
-    for table in contents.pivots(groups, options):
-        shown += f"<h3>{html.escape(table.title)} by variant and point</h3>{_table(table)}"
-    return shown
+def _pivots(table: str, tables: Sequence[Table]) -> str:
+    """A table and, under titles of their own, those by variant and point."""
+    return table + "".join(f"<h3>{html.escape(one.title)}</h3>{_table(one)}" for one in tables)
 
 
 def _points(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
@@ -153,7 +154,7 @@ def _points(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
 
 
 def _curves(groups: Sequence[Group], options: Options, style: dict[int, Style]) -> str:
-    metrics = ["accuracy", "loss", *contents._own(groups), "train loss"]
+    metrics = ["accuracy", "loss", *contents.own_metrics(groups), "train loss"]
     if any(one.has("loss") for one in groups):
         # The training loss stands in where nothing else was measured.
         metrics.remove("train loss")
@@ -177,7 +178,7 @@ def _curves(groups: Sequence[Group], options: Options, style: dict[int, Style]) 
         return ""
     left = len(_points(groups)) - PANELS
     more = f"<p class=note>Curves of the first {PANELS} points; {left} more are in the tables.</p>" if left > 0 else ""
-    return f"{_legend(groups, style)}<p class=note>{note}</p>{drawn}{more}"
+    return f"{_legend(groups, style, *metrics)}<p class=note>{note}</p>{drawn}{more}"
 
 
 def _figures(drawn: Sequence[str], caption: str = "", kind: str = "") -> str:
@@ -197,8 +198,8 @@ def _clients(groups: Sequence[Group], options: Options, style: dict[int, Style])
             shown += (f"<h3>{html.escape(name)}</h3>" if name else "") + _figures(figures, "accuracy of clients")
     if shown:
         shown = (
-            f"{_legend(groups, style)}<p class=note>Accuracy of the worst client and the 10th percentile of the "
-            f"clients (linear between the sorted values) at each evaluation.</p>{shown}"
+            f"{_legend(groups, style, 'worst', 'p10')}<p class=note>Accuracy of the worst client and the 10th "
+            f"percentile of the clients (linear between the sorted values) at each evaluation.</p>{shown}"
         )
     maps = [drawn for one in _best(groups, options)[:HEATS] if (drawn := _heat(one))]
     if maps:
@@ -213,7 +214,7 @@ def _clients(groups: Sequence[Group], options: Options, style: dict[int, Style])
 
 
 def _best(groups: Sequence[Group], options: Options) -> list[Group]:
-    chosen = sorted(groups, key=lambda one: -charts._score(one, options.window))[:HEATS]
+    chosen = sorted(groups, key=lambda one: -charts.score(one, options.window))[:HEATS]
     return [one for one in groups if any(one is other for other in chosen)]
 
 
@@ -238,12 +239,10 @@ def client_values(run: Run) -> tuple[str, Any, list[str], list[int]]:
 
     Accuracies from the evaluations, else the losses of the clients that trained.
     """
-    from server.report.runs import _inner, number
-
     history = records(run.folder)
-    label, taken = "accuracy", [(r["round"], _inner(_inner(r, "each"), "accuracy")) for r in history]
+    label, taken = "accuracy", [(r["round"], inner(inner(r, "each"), "accuracy")) for r in history]
     if not any(found for _, found in taken):
-        label, taken = "training loss", [(record["round"], _inner(record, "losses")) for record in history]
+        label, taken = "training loss", [(record["round"], inner(record, "losses")) for record in history]
     taken = [(round, found) for round, found in taken if found]
     names = sorted({name for _, found in taken for name in found}, key=lambda name: (len(name), name))
     at = {name: place for place, name in enumerate(names)}
@@ -266,7 +265,7 @@ def _drift(groups: Sequence[Group], style: dict[int, Style]) -> str:
         "Mean pairwise cosine of the uploads of a round: 1 where all clients move the same way, 0 where their "
         "moves are at right angles."
     )
-    return f"{_legend(groups, style)}<p class=note>{note}</p>{shown}"
+    return f"{_legend(groups, style, 'drift')}<p class=note>{note}</p>{shown}"
 
 
 def _partitions(groups: Sequence[Group]) -> str:
@@ -282,7 +281,7 @@ def _partitions(groups: Sequence[Group]) -> str:
             drawn.setdefault(key, (names, counts, []))[2].append(f"{one.label}, seed {run.seed}")
     figures = ""
     for names, counts, labels in list(drawn.values())[:PARTITIONS]:
-        some = ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+        some = contents.some(labels)
         figures += (
             f"<figure>{charts.partition(counts, names)}<figcaption>{html.escape(some)}: training examples by client "
             "and class; above, of each client in all.</figcaption></figure>"

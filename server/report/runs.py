@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tomllib
@@ -188,12 +189,12 @@ def records(folder: Path) -> list[Record]:
 def _take(run: Run, history: list[Record]) -> None:
     columns: dict[str, list[float]] = {"round": [], "bytes": [], "seconds": [], "clock": []}
     values: dict[str, tuple[list[int], list[float]]] = {}
-    run.source = next((s for s in SOURCES if any(_inner(record, s) for record in history)), "train")
+    run.source = next((s for s in SOURCES if any(inner(record, s) for record in history)), "train")
     for place, record in enumerate(history):
         columns["round"].append(record["round"])
         down, up = number(record.get("bytes_down")), number(record.get("bytes_up"))
         columns["bytes"].append(np.nansum([down, up]))
-        columns["seconds"].append(number(_inner(record, "seconds").get("total")))
+        columns["seconds"].append(number(inner(record, "seconds").get("total")))
         columns["clock"].append(number(record.get("clock")))
         for name, value in _values(record, run.source):
             at, taken = values.setdefault(name, ([], []))
@@ -217,36 +218,36 @@ def _take(run: Run, history: list[Record]) -> None:
 def _values(record: Record, source: str) -> Iterator[tuple[str, float]]:
     """The record's metrics by name: of the evaluation, `worst`, `p10` and `spread` of the clients' accuracies, `drift`,
     `train loss` and the task's own (the distance to a minimizer)."""
-    group = _inner(record, source)
+    group = inner(record, source)
     for name, value in group.items():
-        taken = value if source == "central" else _inner(group, name).get("weighted")
+        taken = value if source == "central" else inner(group, name).get("weighted")
         if name != "loss" or source != "train":
             yield str(name), number(taken)
     for where in ("personal", "clients"):
-        accuracy = _inner(_inner(record, where), "accuracy")
+        accuracy = inner(inner(record, where), "accuracy")
         if "worst" in accuracy:
             yield "worst", number(accuracy["worst"])
             break
-    each = [number(value) for value in _inner(_inner(record, "each"), "accuracy").values()]
+    each = [number(value) for value in inner(inner(record, "each"), "accuracy").values()]
     if each:
         yield "p10", percentile(each, 10)
     if record.get("drift") is not None:
         yield "drift", number(record["drift"])
-    train = _inner(_inner(record, "train"), "loss")
+    train = inner(inner(record, "train"), "loss")
     if "weighted" in train:
         yield "train loss", number(train["weighted"])
-    for name, value in _inner(record, "task").items():
+    for name, value in inner(record, "task").items():
         yield str(name), number(value)
 
 
 def _causes(record: Record) -> Iterator[str]:
-    causes, dropped = _inner(record, "causes"), _inner(record, "dropped")
+    causes, dropped = inner(record, "causes"), inner(record, "dropped")
     for client in causes.keys() | dropped.keys():
         yield str(causes.get(client) or dropped.get(client) or "no cause given").split(":")[0]
 
 
 def _void(void: Any) -> str:
-    cause = str(_inner({"void": void}, "void").get("cause") or "no cause given")
+    cause = str(inner({"void": void}, "void").get("cause") or "no cause given")
     for word, kind in (("quorum", "below quorum"), ("memory", "client memory lost"), ("finite", "not finite")):
         if word in cause:
             return kind
@@ -258,7 +259,7 @@ def _sum(column: Sequence[float]) -> Floats:
     return np.cumsum(np.nan_to_num(np.array(column, np.float64), nan=0.0, posinf=0.0))
 
 
-def _inner(record: Record, key: str) -> dict[str, Any]:
+def inner(record: Record, key: str) -> dict[str, Any]:
     value = record.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -267,9 +268,9 @@ def number(value: Any) -> float:
     """A finite float, or NaN."""
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return float("nan")
-    return found if np.isfinite(found) else float("nan")
+    return found if math.isfinite(found) else float("nan")
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -25,10 +25,11 @@ caption{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(5
 th,td{padding:.38rem .75rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
 thead th{background:var(--back);font-weight:600;vertical-align:bottom;position:sticky;top:0;z-index:1}
-tr>:first-child{text-align:left;position:sticky;left:0;background:#fff;z-index:2;font-weight:500}
+tr>:first-child{text-align:left;position:sticky;left:0;background:#fff;z-index:2}
+tbody tr>:first-child{font-weight:500}
 thead tr>:first-child{background:var(--back);z-index:3}
-tbody tr>:first-child{white-space:normal;overflow-wrap:anywhere;min-width:14rem;max-width:24rem}
-td.long{white-space:normal;min-width:18rem;text-align:left;overflow-wrap:anywhere}
+tbody tr>:first-child{white-space:normal;overflow-wrap:anywhere;min-width:16rem;max-width:24rem}
+.words :is(th,td){text-align:left}.words td:last-child{white-space:normal;min-width:18rem;overflow-wrap:anywhere}
 tbody tr:hover>*{background:#f2f7fd}
 th button{all:unset;cursor:pointer;font:inherit}
 th button:hover{text-decoration:underline}
