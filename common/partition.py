@@ -70,14 +70,14 @@ def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray
             f"partition.clients = {clients} has a client of {smallest}; lower one of the two"
         )
     pairs = [split_holdout(part, settings.holdout, seed, str(i)) for i, part in enumerate(parts)]
-    return _plan(pairs, labels, seed, settings.shift, settings.shift_strength)
+    return plan_of(pairs, labels, seed, settings.shift, settings.shift_strength)
 
 
 def _from_file(settings: PartitionSettings, labels: Indices, seed: int) -> Plan:
     """The plan of a file; the experiment's own shift, if it has one, takes the place of the file's."""
     file = plan_files.read(settings, labels, seed)
     made_with = seed if file.seed is None else file.seed
-    plan = _plan(file.pairs(), labels, made_with, file.shift, file.shift_strength)
+    plan = plan_of(file.pairs(), labels, made_with, file.shift, file.shift_strength)
     if file.hash not in (None, plan.hash):
         raise SettingsError(
             f"plan file {settings.file!r} says hash {file.hash[:12]!r}, its content has {plan.hash[:12]!r}: "
@@ -85,10 +85,13 @@ def _from_file(settings: PartitionSettings, labels: Indices, seed: int) -> Plan:
         )
     if settings.shift == "none":
         return plan
-    return _plan(file.pairs(), labels, made_with, settings.shift, settings.shift_strength)
+    return plan_of(file.pairs(), labels, made_with, settings.shift, settings.shift_strength)
 
 
-def _plan(pairs: Sequence[tuple[Indices, Indices]], labels: Indices, seed: int, shift: str, strength: float) -> Plan:
+def plan_of(
+    pairs: Sequence[tuple[Indices, Indices]], labels: Indices, seed: int, shift: str = "none", strength: float = 0.0
+) -> Plan:
+    """The plan that gives client i the training and evaluation indices `pairs[i]`, each sorted, none of them twice."""
     classes = int(labels.max()) + 1
     counts = np.stack([np.bincount(labels[train], minlength=classes) for train, _ in pairs]).astype(np.int64)
     if shift in ("none", "rotation"):
@@ -105,6 +108,9 @@ def _plan(pairs: Sequence[tuple[Indices, Indices]], labels: Indices, seed: int, 
     for array in (*plan.clients, *plan.holdout, plan.class_counts):
         array.setflags(write=False)
     return plan
+
+
+_plan = plan_of
 
 
 def split_holdout(indices: Indices, share: float, seed: int, client: str) -> tuple[Indices, Indices]:

@@ -72,8 +72,8 @@ def _unequal_classes(counts: Sequence[int], rows: Indices, labels: Indices, seed
         if len(holders) > len(own):
             raise ValueError(f"class {label} has {len(own)} examples for {len(holders)} clients")
         if len(holders):
-            for client, piece in zip(holders, np.array_split(own, len(holders)), strict=True):
-                parts[client].append(piece)
+            for holder, piece in zip(holders, np.array_split(own, len(holders)), strict=True):
+                parts[holder].append(piece)
     return [np.concatenate(pieces) for pieces in parts]
 
 

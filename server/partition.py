@@ -81,8 +81,15 @@ def _draw(plan: Plan, task: Classification, path: Path) -> None:
     from server.pictures import partition_picture
 
     content = io.BytesIO()
-    partition_picture(plan.class_counts, task.names()).savefig(content, format=path.suffix[1:].lower())
+    picture = partition_picture(plan.class_counts, task.names(), _class_names(plan, task))
+    picture.savefig(content, format=path.suffix[1:].lower())
     _write(path, content.getvalue())
+
+
+def _class_names(plan: Plan, task: Classification) -> list[str] | None:
+    """What the task calls its classes, as many as the plan counts; None if it has no names for them."""
+    names = list(getattr(task, "class_names", None) or [])
+    return names[: plan.class_counts.shape[1]] if len(names) >= plan.class_counts.shape[1] else None
 
 
 def _write(path: Path, content: bytes) -> None:

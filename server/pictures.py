@@ -83,11 +83,11 @@ def _heat(figure: Figure, axes: Axes, counts: Counts) -> None:
 
 def _labels(axes: Axes, names: Sequence[str], class_names: Sequence[str]) -> None:
     axes.set(xlabel="client", ylabel="class", ylim=(-0.5 - 0.2, len(class_names) - 0.5 + 0.2))
-    every = _stride(len(names), 25)
-    axes.set_xticks(range(0, len(names), every), names[::every], rotation=0 if _short(names) else 60)
+    every, plain = _stride(len(names), 25), {"parse_math": False}  # names are no formulas
+    axes.set_xticks(range(0, len(names), every), names[::every], rotation=0 if _short(names) else 60, **plain)
     every = 1 if len(class_names) <= NAMED else _stride(len(class_names), 25)
     size: Any = "small" if len(class_names) <= 25 else "x-small"
-    axes.set_yticks(range(0, len(class_names), every), class_names[::every], fontsize=size)
+    axes.set_yticks(range(0, len(class_names), every), class_names[::every], fontsize=size, **plain)
 
 
 def _short(names: Sequence[str]) -> bool:

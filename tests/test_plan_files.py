@@ -221,7 +221,9 @@ def test_pictures_of_every_size(shape: tuple[int, int], tmp_path: Path) -> None:
     assert 1 <= len(lower.get_xticks()) <= 25
 
 
-def test_pictures_name_the_classes() -> None:
-    lower = partition_picture([[1, 2]], ["site"], ["cat", "dog"]).axes[1]
-    assert [label.get_text() for label in lower.get_yticklabels()] == ["cat", "dog"]
+def test_pictures_name_the_classes(tmp_path: Path) -> None:
+    figure = partition_picture([[1, 2]], ["site"], ["cat", "$dog$"])
+    figure.savefig(tmp_path / "picture.png")
+    lower = figure.axes[1]
+    assert [label.get_text() for label in lower.get_yticklabels()] == ["cat", "$dog$"]
     assert [label.get_text() for label in lower.get_xticklabels()] == ["site"]
