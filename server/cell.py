@@ -57,11 +57,8 @@ def serve(job: Job) -> str:
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomically(folder.path / CELL, json.dumps(dict(job.about), indent=1).encode())
     experiment = Experiment.parse(job.experiment, job.folder)
-    try:
-        with grid(job.client, 1, job.device, folder.path / "memory") as node:
-            run(node, experiment, folder, resume=resume, say=lambda text: None)
-    finally:
-        _free()
+    with grid(job.client, 1, job.device, folder.path / "memory") as node:
+        run(node, experiment, folder, resume=resume, say=lambda text: None)
     return str(folder.status().get("status"))
 
 
@@ -71,7 +68,7 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _free() -> None:
+def free() -> None:
     """Give back what the cell before filled, also the accelerator's memory."""
     import torch
 
@@ -97,6 +94,7 @@ def main() -> None:
     while True:
         replies.write(json.dumps(reply(jobs.get())) + "\n")
         replies.flush()
+        free()
 
 
 def _read(jobs: SimpleQueue[Job]) -> None:
@@ -130,4 +128,6 @@ def line(job: Job) -> str:
 if __name__ == "__main__":
     # Ready for the first cell: what takes long to load.
     references.load("server.app:run")
+    references.load(CLIENT_APP)
+    gc.freeze()
     main()

@@ -188,4 +188,7 @@ def _serve_on_ray(job: Job, folder: str) -> Reply:
     cell.quiet()
     with suppress(OSError):
         os.chdir(folder)
-    return cell.reply(job)
+    try:
+        return cell.reply(job)
+    finally:
+        cell.free()
