@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,15 +54,17 @@ class Style:
 
 def styles(groups: Sequence[Group], window: int) -> dict[int, Style]:
     """Group number -> style: one color a variant; beyond `DRAWN` variants those with the best final score have one."""
-    names = list(dict.fromkeys(names_of(groups).values()))
-    best = sorted(names, key=lambda name: -max(score(g, window) for g in groups if names_of(groups)[g.number] == name))
-    colored = [name for name in names if name in set(best[:DRAWN])] if len(names) > DRAWN else names
-    styles = {
+    named = names_of(groups)
+    scores: dict[str, float] = {}
+    for one in groups:
+        scores[named[one.number]] = max(scores.get(named[one.number], -math.inf), score(one, window))
+    best = set(sorted(scores, key=lambda name: -scores[name])[:DRAWN])
+    drawn = {
         name: Style(number, COLORS[number % len(COLORS)], DASHES[number // len(COLORS)])
-        for number, name in enumerate(colored)
+        for number, name in enumerate(name for name in scores if name in best)
     }
     grey = Style(DRAWN, GREY, "")
-    return {number: styles.get(name, grey) for number, name in names_of(groups).items()}
+    return {number: drawn.get(name, grey) for number, name in named.items()}
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
@@ -74,7 +77,7 @@ def score(group: Group, window: int) -> float:
     for metric, sign in (("accuracy", 1.0), ("loss", -1.0), ("train loss", -1.0)):
         if (mean := group.final(metric, window)) is not None:
             return sign * mean.mean
-    return -np.inf
+    return -math.inf
 
 
 def curves(

@@ -85,12 +85,13 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
 
 def _comparable(groups: Sequence[Group]) -> bool:
     """Whether all groups answer the same question: one task, one split, one point of a grid, the same data."""
-    about = ("task.", "partition.")
-    asked = {
-        json.dumps([one.source, one.point, {k: v for k, v in one.settings.items() if k.startswith(about)}], default=str)
-        for one in groups
-    }
-    return len(asked) == 1
+    return len({(one.source, _asked(one)) for one in groups}) == 1
+
+
+def _asked(one: Group) -> str:
+    """The group's question: task, split and point of a grid."""
+    about = {key: found for key, found in one.settings.items() if key.startswith(("task.", "partition."))}
+    return json.dumps([one.plan, one.point, about], sort_keys=True, default=str)
 
 
 def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
@@ -342,12 +343,12 @@ def _score(run: Run) -> float | None:
 
 
 def fairness(groups: Sequence[Group]) -> list[str]:
-    """For each seed and point: whether all groups had the same partition, first weights and sampled clients."""
+    """For each seed, task and split: whether all groups had the same partition, first weights and sampled clients."""
     lines = []
-    sets: dict[tuple[str, str, str], list[Run]] = {}
+    sets: dict[tuple[str, str], list[Run]] = {}
     for one in groups:
         for run in one.used:
-            sets.setdefault((one.plan, json.dumps(one.point, default=str), str(run.seed)), []).append(run)
+            sets.setdefault((_asked(one), str(run.seed)), []).append(run)
     compared = [runs for runs in sets.values() if len(runs) > 1]
     checks: dict[str, Callable[[list[Run]], bool | None]] = {
         "partition": lambda runs: _same(run.status.get("plan") for run in runs),
@@ -358,7 +359,8 @@ def fairness(groups: Sequence[Group]) -> list[str]:
         answers = [same(runs) for runs in compared]
         if compared and None not in answers:
             equal = sum(map(bool, answers))
-            words = "the same for all groups" if equal == len(answers) else "NOT the same for all groups"
+            who = "all groups with one task and split"
+            words = f"the same for {who}" if equal == len(answers) else f"NOT the same for {who}"
             of = "" if equal == len(answers) else f" in {len(answers) - equal} of {len(answers)} seeds"
             lines.append(f"{what.capitalize()} of a seed: {words}{of}.")
     return lines

@@ -26,6 +26,7 @@ HEATS = 12
 
 HEAT_ROWS, HEAT_COLUMNS = 120, 160
 PARTITIONS = 8
+EXPERIMENTS = 60
 PANELS = 9
 """Points of a grid with curves of their own."""
 
@@ -339,10 +340,14 @@ def _runs(groups: Sequence[Group], all_: Sequence[Run], options: Options, comman
             )
     parts = "".join(
         f"<details><summary>{html.escape(' / '.join(names[:3]))}</summary><pre>{html.escape(toml)}</pre></details>"
-        for toml, names in list(files.items())[:60]
+        for toml, names in list(files.items())[:EXPERIMENTS]
     )
     if parts:
-        shown += f"<h3>Experiments</h3><p class=note>experiment.toml of each group's first seed, whole.</p>{parts}"
+        of = f" (the first {EXPERIMENTS})" if len(files) > EXPERIMENTS else ""
+        shown += (
+            f"<details><summary>Experiments of the groups{of}</summary><p class=note>experiment.toml of each group's "
+            f"first seed, whole, and the command that runs it in one process.</p>{parts}</details>"
+        )
     ran = "".join(f"<li>{html.escape(name)} ({_plural(count, 'run')})</li>" for name, count in contents.versions(all_))
     shown += f"<h3>Versions</h3><ul>{ran}</ul>" if ran else ""
     if command:

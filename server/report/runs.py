@@ -192,17 +192,17 @@ def _take(run: Run, history: list[Record]) -> None:
     run.source = next((s for s in SOURCES if any(inner(record, s) for record in history)), "train")
     for place, record in enumerate(history):
         columns["round"].append(record["round"])
-        down, up = number(record.get("bytes_down")), number(record.get("bytes_up"))
-        columns["bytes"].append(np.nansum([down, up]))
+        down, up = (spent(record.get(key)) for key in ("bytes_down", "bytes_up"))
+        columns["bytes"].append(down + up)
         columns["seconds"].append(number(inner(record, "seconds").get("total")))
         columns["clock"].append(number(record.get("clock")))
         for name, value in _values(record, run.source):
             at, taken = values.setdefault(name, ([], []))
             at.append(place)
             taken.append(value)
-        run.totals["down"] = run.totals.get("down", 0.0) + np.nan_to_num(down)
-        run.totals["up"] = run.totals.get("up", 0.0) + np.nan_to_num(up)
-        run.totals["late"] = float(np.nan_to_num(number(record.get("late"))))
+        run.totals["down"] = run.totals.get("down", 0.0) + down
+        run.totals["up"] = run.totals.get("up", 0.0) + up
+        run.totals["late"] = spent(record.get("late"))
         run.dropped.update(_causes(record))
         for void in record.get("void") or ():
             run.void[_void(void)] += 1
@@ -271,6 +271,12 @@ def number(value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         return float("nan")
     return found if math.isfinite(found) else float("nan")
+
+
+def spent(value: Any) -> float:
+    """A finite float; 0 where none is known."""
+    found = number(value)
+    return found if math.isfinite(found) else 0.0
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
