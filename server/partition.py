@@ -51,7 +51,7 @@ def summary(plan: Plan, examples: int) -> str:
         "examples": f"{both.sum():,} of {examples:,}: {train.sum():,} for training, {evaluate.sum():,} for evaluation",
         "training examples": _spread(train),
         "classes": _spread((plan.class_counts > 0).sum(axis=1)),
-        "label skew": f"{label_skew:.3f} (mean total variation distance of a client's class mix to the whole; 0: iid)",
+        "label skew": f"{label_skew:.3f} (part of the examples that lie where an iid split would not have them)",
         "size skew": f"{size_skew:.3f} (standard deviation of the clients' sizes / their mean)",
         "shift": plan.shift + (f", strength {plan.shift_strength:g}" if plan.shift_strength else ""),
         "plan": plan.hash,
@@ -62,15 +62,14 @@ def summary(plan: Plan, examples: int) -> str:
 def skew(class_counts: NDArray[np.int64]) -> tuple[float, float]:
     """How unequal clients are, from their examples by class (clients, classes).
 
-    Label skew: the mean, over clients that hold something, of 1/2 sum_c |p_ic - p_c|, in [0, 1). Size skew: the
-    standard deviation of all clients' sizes over their mean.
+    Label skew: sum_i n_i/n 1/2 sum_c |p_ic - p_c|, in [0, 1): how many of the examples lie where an iid split would not
+    have them. Size skew: the standard deviation of all clients' sizes over their mean.
     """
     sizes = class_counts.sum(axis=1)
     if not sizes.sum():
         return 0.0, 0.0
-    held = class_counts[sizes > 0]
-    mixes, whole = held / held.sum(axis=1, keepdims=True), class_counts.sum(axis=0) / sizes.sum()
-    return float(np.abs(mixes - whole).sum(axis=1).mean() / 2), float(sizes.std() / sizes.mean())
+    expected = np.outer(sizes, class_counts.sum(axis=0) / sizes.sum())
+    return float(np.abs(class_counts - expected).sum() / (2 * sizes.sum())), float(sizes.std() / sizes.mean())
 
 
 def _spread(values: NDArray[Any]) -> str:

@@ -55,8 +55,8 @@ def _sizes(axes: Axes, sizes: Counts) -> None:
         axes.spines[side].set_visible(False)
     empty = np.flatnonzero(sizes == 0)
     if len(empty):
-        axes.plot(empty, np.zeros(len(empty)), "x", color="#c44e52", clip_on=False, label=f"{len(empty)} empty")
-        axes.legend(loc="upper right", frameon=False)
+        axes.plot(empty, np.zeros(len(empty)), "x", color="#c44e52", clip_on=False)
+        axes.set_title(f"\u00d7 {len(empty):,} empty", fontsize="small", loc="right", color="#c44e52")
 
 
 def _bubbles(axes: Axes, counts: Counts, cell: float) -> None:

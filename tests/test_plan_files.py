@@ -201,9 +201,9 @@ def test_the_command_says_what_is_wrong(
 
 def test_skew_of_two_clients() -> None:
     """Client 0 holds 3 of class 0, client 1 one of class 1, client 2 nothing. The whole is (3/4, 1/4): distances 1/4
-    and 3/4, mean 1/2. Sizes 3, 1, 0: mean 4/3, variance 10/3 - 16/9 = 14/9."""
+    and 3/4, weighted 3/4 1/4 + 1/4 3/4 = 3/8. Sizes 3, 1, 0: mean 4/3, variance 10/3 - 16/9 = 14/9."""
     label_skew, size_skew = skew(np.array([[3, 0], [0, 1], [0, 0]]))
-    assert label_skew == pytest.approx(1 / 2)
+    assert label_skew == pytest.approx(3 / 8)
     assert size_skew == pytest.approx(np.sqrt(14) / 4)
     assert skew(np.zeros((2, 3), np.int64)) == (0.0, 0.0)
 
