@@ -213,7 +213,7 @@ def load(name: str, variant: str, settings: ImagesSettings) -> tuple[Raw, str]:
     Raises SettingsError that names all places looked at and the ways to get it.
     """
     row, key = DATASETS[name], f"{name}-{variant}"
-    data = Path(os.environ["FEDKEEL_DATA"]) if "FEDKEEL_DATA" in os.environ else None
+    data = _data()
     places = [data / place for place in row.places[variant]] if data else []
     for place in places:
         if place.exists():
@@ -252,17 +252,24 @@ def _read(place: Path, settings: ImagesSettings, shape: tuple[int, ...]) -> Raw:
 
 def _absent(name: str, variant: str, places: list[str], data: Path | None) -> str:
     """What was looked for, and the ways to get it."""
-    row = DATASETS[name]
-    ways = [f"task.download = true ({row.about}, into {folder()}, which {FOLDER} moves)"] * (variant in row.fetched)
-    here = [other for other, paths in row.places.items() if data and any((data / path).exists() for path in paths)]
-    ways += [f"task.variant = {other!r}, which is here" for other in here]
-    ways.append("task.file = your own copy (.npz, folder of images, table)")
-    if data is None:
-        ways.append(f"FEDKEEL_DATA = a folder with {row.places[variant][0]}")
+    ways = _ways(name, variant, data)
+    if variant in DATASETS[name].fetched:
+        ways.insert(0, f"task.download = true ({DATASETS[name].about}, into {folder()}, which {FOLDER} moves)")
     return (
         f"task.name = {name!r} (variant {variant!r}) is not on this machine; looked for {', '.join(places)}; "
         f"allowed: {'; '.join(ways)}"
     )
+
+
+def _ways(name: str, variant: str, data: Path | None) -> list[str]:
+    """How to have a data set without a network."""
+    row = DATASETS[name]
+    here = [other for other, paths in row.places.items() if data and any((data / path).exists() for path in paths)]
+    return [
+        *(f"task.variant = {other!r}, which is here" for other in here),
+        "task.file = your own copy (.npz, folder of images, table)",
+        f"{row.places[variant][0]} in {data or 'a folder that FEDKEEL_DATA names'}",
+    ]
 
 
 def _download(name: str, variant: str) -> Raw:
@@ -284,11 +291,14 @@ def _fetch(name: str, variant: str, root: Path, download: bool) -> Raw:
     except ImportError as error:
         raise SettingsError(f"task.name = {name!r} needs a library that is not installed: {error}") from None
     except Exception as error:  # they raise whatever their parts do
-        places = ", ".join(DATASETS[name].places[variant])
         raise SettingsError(
-            f"task.name = {name!r}: {doing} in {root}: {type(error).__name__}: {error}; without a network put a copy "
-            f"at {places} under the folder that FEDKEEL_DATA names, or name it with task.file"
+            f"task.name = {name!r}: {doing} in {root}: {type(error).__name__}: {error}; allowed without a network: "
+            + "; ".join(_ways(name, variant, _data()))
         ) from None
+
+
+def _data() -> Path | None:
+    return Path(os.environ["FEDKEEL_DATA"]) if "FEDKEEL_DATA" in os.environ else None
 
 
 @contextmanager

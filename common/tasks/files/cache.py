@@ -88,6 +88,7 @@ def _save(path: Path, raw: Raw) -> None:
         arrays[name] = _integers(arrays[name])
     with replacing(path) as temporary:
         save_file(arrays, temporary, {"classes": json.dumps(raw.classes)})
+        temporary.chmod(0o644)  # the library's own choice shuts other users out
 
 
 def _integers(values: NDArray[Any]) -> NDArray[np.int64]:
