@@ -14,9 +14,9 @@ from typing import Any
 
 from server.display import size
 from server.report.groups import Group, point
-from server.report.runs import SOURCES, Run
+from server.report.runs import PLAN, SOURCES, TUNED, Run, inner, read_json
 from server.report.scores import Mean, Reach, final
-from server.report.tables import DASH, Cell, Table, bold_best, plain, spread, text
+from server.report.tables import BOUND, DASH, Cell, Table, bold_best, plain, spread, text
 
 HIDDEN = ("seed", "name", "checkpoint.every", "checkpoint.keep")
 """Settings that decide nothing, or that every run has its own of."""
@@ -41,46 +41,42 @@ class Options:
 
 def summary(groups: Sequence[Group], options: Options) -> Table:
     """A row a group."""
-    columns: tuple[str, ...] = (
-        "group",
-        "seeds",
-        "rounds",
-        "accuracy",
-        "best",
-        "loss",
-        "train loss",
-        "worst client",
-        "10th percentile",
-    )
-    columns = (*columns, *own_metrics(groups), "drift", "bytes", "seconds", "simulated s", "dropped", "void")
-    rows = []
-    for one in groups:
-        own = "" if one.source != "personal" else " own"
-        accuracy = spread(one.final("accuracy", options.window))
-        last = [run.done for run in one.used]
-        rows.append(
-            [
-                Cell(one.label + ("" if one.complete else " †")),
-                Cell(one.count, len(one.used)),
-                Cell(_range(last), max(last, default=0)),
-                Cell(accuracy.text + own, accuracy.value) if accuracy.value is not None else accuracy,
-                spread(one.best("accuracy")),
-                spread(one.final("loss", options.window)),
-                spread(one.final("train loss", options.window)),
-                spread(one.final("worst", options.window)),
-                spread(one.final("p10", options.window)),
-                *(spread(one.final(name, options.window), "{:.4g}") for name in own_metrics(groups)),
-                spread(one.mean("drift"), "{:.3f}"),
-                _bytes(one.total("bytes")),
-                spread(one.total("seconds"), "{:.1f}"),
-                spread(one.total("clock"), "{:.1f}"),
-                _count(sum(sum(run.dropped.values()) for run in one.used)),
-                _count(sum(sum(run.void.values()) for run in one.used)),
-            ]
-        )
+    window = options.window
+    columns: dict[str, Callable[[Group], Cell]] = {
+        "group": _name,
+        "seeds": lambda one: Cell(one.count, len(one.used)),
+        "rounds": lambda one: _range([run.done for run in one.used]),
+        "accuracy": lambda one: _whose(one, spread(one.final("accuracy", window))),
+        "last": lambda one: _whose(one, spread(one.final("accuracy", 1))),
+        "best": lambda one: spread(one.best("accuracy")),
+        "worst client": lambda one: spread(one.final("worst", window)),
+        "10th percentile": lambda one: spread(one.final("p10", window)),
+        "loss": lambda one: spread(one.final("loss", window)),
+        "train loss": lambda one: spread(one.final("train loss", window)),
+    }
+    for name in own_metrics(groups):
+        columns[name] = lambda one, name=name: spread(one.final(name, window), "{:.4g}")  # type: ignore[misc]
+    columns |= {
+        "drift": lambda one: spread(one.mean("drift"), "{:.3f}"),
+        "bytes": lambda one: _bytes(one.total("bytes")),
+        "seconds": lambda one: spread(one.total("seconds"), "{:.1f}"),
+        "simulated s": lambda one: spread(one.total("clock"), "{:.1f}"),
+        "dropped": lambda one: _count(sum(sum(run.dropped.values()) for run in one.used)),
+        "void": lambda one: _count(sum(sum(run.void.values()) for run in one.used)),
+    }
+    rows = [[take(one) for take in columns.values()] for one in groups]
     if _comparable(groups):
-        rows = bold_best(rows, columns.index("accuracy"))
-    return Table("Summary", columns, rows, _summary_notes(groups, options)).without_empty()
+        rows = bold_best(rows, list(columns).index("accuracy"))
+    return Table("Summary", list(columns), rows, _summary_notes(groups, options)).without_empty()
+
+
+def _name(one: Group) -> Cell:
+    return Cell(one.label + ("" if one.complete else " †"))
+
+
+def _whose(one: Group, cell: Cell) -> Cell:
+    """Marks what is of clients' own models."""
+    return Cell(f"{cell.text} own", cell.value) if one.source == "personal" and cell.value is not None else cell
 
 
 def _comparable(groups: Sequence[Group]) -> bool:
@@ -98,8 +94,8 @@ def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
     last = f"the mean of the last {options.window} evaluations" if options.window > 1 else "the last evaluation"
     notes = [
         f"Mean ± sample standard deviation over the seeds of a group; a single seed has no deviation. Accuracy, loss, "
-        f"worst client and 10th percentile: {last} of a run (of all, if there are fewer); best: a run's highest value; "
-        f"drift: mean over rounds of the mean pairwise cosine of the uploads; bytes: sent in training, both directions."
+        f"worst client and 10th percentile: {last} of a run (of all, if there are fewer); last: the last one; best: a "
+        f"run's highest; drift: mean over rounds of the mean pairwise cosine of the uploads; bytes: sent in training, both directions."
     ]
     for source in (*SOURCES, "train"):
         labels = [one.label for one in groups if one.source == source]
@@ -124,11 +120,11 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
             if rounds is None:
                 continue
             cells = [
-                Cell(one.label + ("" if one.complete else " †")),
+                _name(one),
                 Cell(f"{target:g}", target),
                 Cell(f"{rounds.reached} of {rounds.n}", rounds.reached),
                 reach(rounds, "{:.1f}", "rounds"),
-                Cell(f"> {max(rounds.costs):.0f}", math.inf)
+                Cell(f"> {max(rounds.costs):.0f}", BOUND + max(rounds.costs))
                 if math.isinf(rounds.median)
                 else plain(rounds.median, "{:.1f}"),
                 reach(one.reach(target, "bytes", options.smoothing), ""),
@@ -153,10 +149,10 @@ def reach(found: Reach | None, pattern: str, unit: str = "") -> Cell:
         return spread(cost, pattern) if pattern else _bytes(cost)
     if unit and not found.reached:
         low, high = min(found.costs), max(found.costs)
-        return Cell(f"not reached in {low:.0f}{'' if low == high else f' to {high:.0f}'} {unit}", math.inf)
+        text = f"not reached in {low:.0f}{'' if low == high else f' to {high:.0f}'} {unit}"
+        return Cell(text, BOUND + cost.mean)
     shown = pattern.format(cost.mean) if pattern else size(cost.mean)
-    # Sorted after all means.
-    return Cell(f"> {shown}", 1e30 + cost.mean)
+    return Cell(f"> {shown}", BOUND + cost.mean)
 
 
 def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
@@ -321,11 +317,20 @@ def tuning(all_: Sequence[Run], groups: Sequence[Group]) -> Table:
                 Cell(point(json.loads(key[2]))),
                 spread(Mean.of(scores)) if len(scores) == len(runs) else text(""),
                 Cell(f"{sum(run.complete for run in runs)} of {len(runs)}"),
-                Cell("chosen" if key in won else DASH),
+                Cell("chosen" if key in won else DASH, best=key in won),
             ]
         )
     notes = ["Each candidate's mean score over the tuning seeds. These runs are in no other table and no curve."]
+    plans = {folder for key in found for run in found[key] if (folder := _plan_folder(run)) is not None}
+    for folder in sorted(plans):
+        tuned = read_json(folder / TUNED)
+        for row, about in tuned.items() if isinstance(tuned, dict) else ():
+            notes += [f"{row}: {hint}." for hint in inner({row: about}, row).get("hints") or ()]
     return Table("Tuning", ("variant", "candidate", "score", "finished", "winner"), rows, notes)
+
+
+def _plan_folder(run: Run) -> Path | None:
+    return next((folder for folder in run.folder.resolve().parents if (folder / PLAN).exists()), None)
 
 
 def _score(run: Run) -> float | None:
@@ -333,11 +338,9 @@ def _score(run: Run) -> float | None:
     if "accuracy" not in run.metrics:
         return None
     settings: dict[str, Any] = {}
-    for folder in run.folder.resolve().parents:
-        if (folder / "plan.toml").exists():
-            with suppress(OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
-                settings = tomllib.loads((folder / "plan.toml").read_text("utf-8")).get("tuning", {})
-            break
+    if (folder := _plan_folder(run)) is not None:
+        with suppress(OSError, ValueError):
+            settings = tomllib.loads((folder / PLAN).read_text("utf-8")).get("tuning", {})
     values = run.metrics["accuracy"].values
     return float(max(values)) if settings.get("score") == "best" else final(values, settings.get("window", 5))
 
@@ -393,9 +396,9 @@ def _count(number: int) -> Cell:
     return Cell(str(number) if number else DASH, number)
 
 
-def _range(values: Sequence[int]) -> str:
+def _range(values: Sequence[int]) -> Cell:
     low, high = min(values, default=0), max(values, default=0)
-    return str(low) if low == high else f"{low} to {high}"
+    return Cell(str(low) if low == high else f"{low} to {high}", high)
 
 
 def some(labels: Sequence[str]) -> str:

@@ -172,7 +172,7 @@ def _curves(groups: Sequence[Group], options: Options, style: dict[int, Style]) 
         for metric in metrics:
             targets = options.targets if metric == "accuracy" else ()
             figures = [charts.curves(members, metric, axis, style, targets) for axis in charts.UNITS]
-            inner += _figures(figures, f"{metric}")
+            inner += _figures(figures, metric)
         if inner:
             drawn += (f"<h3>{html.escape(name)}</h3>" if name else "") + inner
     if not drawn:
@@ -182,13 +182,12 @@ def _curves(groups: Sequence[Group], options: Options, style: dict[int, Style]) 
     return f"{_legend(groups, style, *metrics)}<p class=note>{note}</p>{drawn}{more}"
 
 
-def _figures(drawn: Sequence[str], caption: str = "", kind: str = "") -> str:
+def _figures(drawn: Sequence[str], caption: str) -> str:
     shown = [svg for svg in drawn if svg]
     if not shown:
         return ""
-    kind = kind or ("one" if len(shown) == 1 else "")
     inner = "".join(f"<figure>{svg}</figure>" for svg in shown)
-    return f'<div class="charts {kind}" role=group aria-label="{html.escape(caption)}">{inner}</div>'
+    return f'<div class=charts role=group aria-label="{html.escape(caption)}">{inner}</div>'
 
 
 def _clients(groups: Sequence[Group], options: Options, style: dict[int, Style]) -> str:
@@ -257,16 +256,15 @@ def client_values(run: Run) -> tuple[str, Any, list[str], list[int]]:
 def _drift(groups: Sequence[Group], style: dict[int, Style]) -> str:
     shown = ""
     for name, members in _points(groups)[:PANELS]:
-        figures = [charts.curves(members, "drift", "round", style, ())]
-        if any(figures):
-            shown += (f"<h3>{html.escape(name)}</h3>" if name else "") + _figures(figures, "drift")
+        if drawn := charts.curves(members, "drift", "round", style, ()):
+            shown += f"<figure>{drawn}<figcaption>{html.escape(name)}</figcaption></figure>"
     if not shown:
         return ""
     note = (
         "Mean pairwise cosine of the uploads of a round: 1 where all clients move the same way, 0 where their "
         "moves are at right angles."
     )
-    return f"{_legend(groups, style, 'drift')}<p class=note>{note}</p>{shown}"
+    return f"{_legend(groups, style, 'drift')}<p class=note>{note}</p><div class=charts>{shown}</div>"
 
 
 def _partitions(groups: Sequence[Group]) -> str:

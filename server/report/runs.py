@@ -22,7 +22,7 @@ from common.experiment import Experiment
 from server.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.report.scores import percentile
 
-CELL, CELLS, TUNED = "cell.json", "cells.json", "tuned.json"
+CELL, CELLS, TUNED, PLAN = "cell.json", "cells.json", "tuned.json", "plan.toml"
 ENDED = (None, "done", "finished", "ok")
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")

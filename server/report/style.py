@@ -43,7 +43,6 @@ th[aria-sort=descending] button::after{content:" \\25BC";font-size:.7em}
 .swatch{width:26px;height:8px;flex:none;vertical-align:middle}
 th .swatch{margin-right:.45rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,330px),1fr));gap:1rem}
-.charts.one{grid-template-columns:minmax(0,430px)}
 .charts.wide{grid-template-columns:repeat(auto-fill,minmax(min(100%,500px),1fr))}
 figure{margin:0;min-width:0}
 figure svg{display:block;width:100%;height:auto}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from server.report.scores import Mean
 
 DASH = "–"
+BOUND = 1e30
+"""From here on a cell's number is no value but a lower bound (plus this): sorted after all values."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Table:
     columns: Sequence[str]
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), self.title
 
     def without_empty(self) -> Table:
         """Without the columns in which no row has anything."""
@@ -94,11 +99,11 @@ def spread(mean: Mean | None, pattern: str = "{:.4f}") -> Cell:
 
 
 def bold_best(rows: Sequence[Sequence[Cell]], column: int, largest: bool = True) -> list[list[Cell]]:
-    """The rows with the best number of a column in bold; none if there is but one row with a number."""
-    values = [row[column].value for row in rows if row[column].value is not None]
-    if len(values) < 2:
+    """The rows with the best number of a column in bold, if several have one; never a bound."""
+    values = [value for row in rows if (value := row[column].value) is not None and value < BOUND]
+    if sum(row[column].value is not None for row in rows) < 2 or not values:
         return [list(row) for row in rows]
-    best = max(values) if largest else min(values)  # type: ignore[type-var]
+    best = max(values) if largest else min(values)
     return [
         [Cell(c.text, c.value, True) if at == column and c.value == best else c for at, c in enumerate(row)]
         for row in rows
