@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
 from common.partition import Plan, make_plan
 from server.__main__ import cli
+from server.control import ROOT
 from server.partition import skew
 from server.pictures import partition_picture
 from tests.faults import ran
@@ -227,3 +229,17 @@ def test_pictures_name_the_classes(tmp_path: Path) -> None:
     lower = figure.axes[1]
     assert [label.get_text() for label in lower.get_yticklabels()] == ["cat", "$dog$"]
     assert [label.get_text() for label in lower.get_xticklabels()] == ["site"]
+
+
+def test_the_document_shows_what_the_command_prints_and_a_plan_that_works(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "partitions.md").read_text("utf-8")
+    shown = document.split("experiments/digits.toml -->\n")[1].split("\n\n")[0]
+    said = CliRunner().invoke(cli, ["partition", str(ROOT / "experiments" / "digits.toml")])
+    assert said.output.rstrip() == textwrap.dedent(shown)
+    (tmp_path / "own.json").write_text(document.split("<!-- -->\n")[1])
+    made = of_file(tmp_path / "own.json", labels=np.arange(6))
+    assert [part.tolist() for part in made.clients] == [[0, 2, 5], [3], []]
+    assert made.holdout[0].tolist() == [1]
+    table = document.split("## Kinds")[1].split("## ")[0].splitlines()
+    kinds = {line.split("`")[1] for line in table if line.startswith("| `") and "kind" not in line}
+    assert kinds == set(get_args(PartitionSettings.model_fields["kind"].annotation))
