@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import numpy as np
 from common.errors import SettingsError
 from common.tasks.arrow import Column, Table
 from common.tasks.tables import dataset_table, library, read_table, splits
+
+PROBE_S = 5.0
+"""Seconds within which the hub must answer."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,25 @@ def read_corpus(corpus: Corpus, part: str) -> tuple[Table, str]:
     return _joined([dataset_table(held[name], corpus.hub) for name in wanted if name in held]), corpus.hub
 
 
+def reachable() -> bool:
+    """Whether the hub answers at all, within seconds: its own client retries for minutes."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(constants.ENDPOINT, timeout=PROBE_S)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError):
+        return False
+    return True
+
+
 def _download(corpus: Corpus, here: str) -> Any:
     """The data set's splits from the hub or its cache."""
-    with library() as datasets:
+    with library() as datasets, _offline(datasets, not reachable()):
         try:
-            # Each try ends by the hub's own time limits; without these retries an offline machine learns it at once.
-            config = datasets.DownloadConfig(max_retries=0)
-            return datasets.load_dataset(corpus.hub, corpus.config, download_config=config)
+            return datasets.load_dataset(corpus.hub, corpus.config)
         except Exception as error:  # whatever network, hub and cache raise
             name = corpus.hub + (f" ({corpus.config})" if corpus.config else "")
             cause = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -85,6 +102,20 @@ def _download(corpus: Corpus, here: str) -> Any:
                 f"{datasets.config.HF_DATASETS_CACHE}: {cause}. Put it into FEDKEEL_DATA as {corpus.folder}/"
                 f"{corpus.train[0]}.jsonl, or load it once on a machine with a network"
             ) from None
+
+
+@contextmanager
+def _offline(datasets: Any, active: bool) -> Iterator[None]:
+    """The libraries' own offline mode, which they read from the environment when they are imported: only the cache."""
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if active:
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _joined(tables: list[Table]) -> Table:

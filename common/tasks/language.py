@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError
 from common.experiment import Section
+from common.tasks.hub import reachable
 from common.tasks.tokens import Encoder, pretrained, utf8, words
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -225,7 +226,7 @@ def _transformers(settings: ModelSettings) -> Iterator[tuple[Any, dict[str, Any]
     level = said.get_verbosity()
     said.set_verbosity_error()
     said.disable_progress_bar()
-    local = not settings.pretrained or Path(_source(settings)).is_dir()
+    local = not settings.pretrained or Path(_source(settings)).is_dir() or not reachable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -233,7 +234,10 @@ def _transformers(settings: ModelSettings) -> Iterator[tuple[Any, dict[str, Any]
     except SettingsError:
         raise
     except Exception as error:  # whatever network, hub, cache and file formats raise
-        where = "that folder" if local else "the hub or its cache, nor is it a folder"
-        raise SettingsError(f"{what} cannot be loaded from {where}: {str(error).splitlines()[0]}") from None
+        where = (
+            "from that folder" if Path(_source(settings)).is_dir() else "from the hub or its cache, and is no folder"
+        )
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise SettingsError(f"{what} cannot be loaded {where}: {cause}") from None
     finally:
         said.set_verbosity(level)

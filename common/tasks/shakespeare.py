@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.partition import Plan, make_plan
+from common.partition import Plan, _plan, make_plan
 from common.shift import check_shift
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification
@@ -135,23 +133,8 @@ class Shakespeare(Classification):
             plan = make_plan(whole, np.zeros_like(numbers), numbers, self.seed)
             parts = tuple(np.arange(*self._ranges[[own[0], own[0] + 1]]) for own in plan.clients)
         check_shift(plan, self.pool().inputs)
-        return self._with_holdout(plan, parts)
-
-    def _with_holdout(self, plan: Plan, parts: tuple[Indices, ...]) -> Plan:
         starts, targets = self.pool().inputs.numpy(), self.pool().targets.numpy()
-        pairs = [self._cut(part, starts) for part in parts]
-        digest = hashlib.sha256(plan.hash.encode())
-        for array in (array for pair in pairs for array in pair):
-            array.setflags(write=False)
-            digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
-        counts = np.stack([np.bincount(targets[train], minlength=len(LETTERS)) for train, _ in pairs])
-        return replace(
-            plan,
-            clients=tuple(train for train, _ in pairs),
-            holdout=tuple(evaluate for _, evaluate in pairs),
-            class_counts=counts.astype(np.int64),
-            hash=digest.hexdigest(),
-        )
+        return _plan([self._cut(part, starts) for part in parts], targets, self.seed, "none", 0.0)
 
     def _cut(self, part: Indices, starts: Indices) -> tuple[Indices, Indices]:
         """Windows for training and for evaluation that share no character, in the order of the text."""
