@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import SettingsError
-from server.report import contents
+from server.report import contents, details
 from server.report.contents import Options
+from server.report.found import find
 from server.report.groups import Group, group
 from server.report.page import page
-from server.report.runs import Run, find
+from server.report.runs import Run
 
 DEFAULT_TARGET = 0.9
 
@@ -51,10 +52,10 @@ def markdown(groups: Sequence[Group], runs: Sequence[Run], options: Options) -> 
         contents.summary(groups, options),
         *contents.pivots(groups, options),
         contents.targets(groups, options),
-        contents.communication(groups),
-        contents.unfinished(runs),
-        contents.tuning(runs, groups),
-        contents.differing(groups)[0],
+        details.communication(groups),
+        details.unfinished(runs),
+        details.tuning(runs, groups),
+        details.differing(groups)[0],
     ]
     return "\n\n".join(table.markdown() for table in tables if table.rows)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,6 @@ from server.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.report.scores import percentile
 
 CELL, CELLS, TUNED, PLAN = "cell.json", "cells.json", "tuned.json", "plan.toml"
-ENDED = (None, "done", "finished", "ok")
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
 """Where an evaluated metric is looked for: one source a run, never two in one curve."""
@@ -104,58 +101,6 @@ class Run:
     def axis(self, name: str, metric: str) -> Floats:
         """The place of each value of a metric on an axis."""
         return self.axes[name][self.metrics[metric].at]
-
-
-def find(folders: Sequence[Path]) -> list[Run]:
-    """The runs in run folders and in folders that hold such (a plan's), each once, in the order of the folders.
-
-    Raises SettingsError for a folder without any.
-    """
-    found: dict[Path, Run] = {}
-    for folder in folders:
-        cells = _cells(folder)
-        order = {path: place for place, path in enumerate(cells)}
-        paths = sorted(_walk(folder), key=lambda path: order.get(path.resolve(), len(order)))
-        if not paths and not cells:
-            raise SettingsError(f"{str(folder)!r} holds no run: no line in {HISTORY}")
-        for path in paths:
-            found.setdefault(path.resolve(), read(path))
-        for path, cell in cells.items():
-            if cell.get("status") not in ENDED:
-                run = found.setdefault(path, Run(path))
-                run.error = run.error or str(cell.get("error") or "")
-                run.cell = {**cell, **run.cell}
-    if not any(run.has_history for run in found.values()):
-        raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds no run: no line in {HISTORY}")
-    return list(found.values())
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    if (folder / HISTORY).exists() or (folder / CELL).exists():
-        yield folder
-        return
-    for path, folders, _ in os.walk(folder):
-        folders.sort(key=_natural)
-        for name in list(folders):
-            inner = Path(path) / name
-            if (inner / HISTORY).exists() or (inner / CELL).exists():
-                folders.remove(name)
-                yield inner
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """seed-2 before seed-10."""
-    parts = enumerate(re.split(r"(\d+)", name))
-    return [(int(part), "") if place % 2 else (-1, part) for place, part in parts]
-
-
-def _cells(folder: Path) -> dict[Path, dict[str, Any]]:
-    """What a plan's cells.json says of each of its folders, in the plan's order."""
-    cells = read_json(folder / CELLS)
-    cells = cells.get("cells", list(cells.values())) if isinstance(cells, dict) else cells
-    known = [cell for cell in cells if isinstance(cell, dict)] if isinstance(cells, list) else []
-    named = {str(cell["folder"]): cell for cell in known if cell.get("folder")}
-    return {(folder / name if (folder / name).exists() else Path(name)).resolve(): c for name, c in named.items()}
 
 
 def read(folder: Path) -> Run:

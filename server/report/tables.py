@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from server.display import size
 from server.report.scores import Mean
 
 DASH = "–"
@@ -108,3 +109,21 @@ def bold_best(rows: Sequence[Sequence[Cell]], column: int, largest: bool = True)
         [Cell(c.text, c.value, True) if at == column and c.value == best else c for at, c in enumerate(row)]
         for row in rows
     ]
+
+
+def byte_count(mean: Mean | None) -> Cell:
+    """Bytes for people: mean and deviation in one unit."""
+    if mean is None:
+        return Cell(DASH)
+    number, unit = size(mean.mean).split()
+    if mean.deviation is None:
+        return Cell(f"{number} {unit}", mean.mean)
+    # In the mean's unit: "4.1 ± 0.8 MB".
+    scale = mean.mean / float(number) if float(number) else 1.0
+    digits = 0 if unit == "B" else 1
+    return Cell(f"{number} ± {mean.deviation / scale:.{digits}f} {unit}", mean.mean)
+
+
+def count(number: int) -> Cell:
+    """A number of events; a dash for none."""
+    return Cell(str(number) if number else DASH, number)
