@@ -121,7 +121,7 @@ class Lstm(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, classes: int, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.lstm = recurrent(width, width, layers)
         self.dropout = nn.Dropout(dropout)
         self.score = nn.Linear(width, classes)
 
@@ -148,6 +148,13 @@ class Gpt2(nn.Module):
         states = self.transformer(**given).last_hidden_state
         logits: Tensor = self.score(_last(states, tokens))
         return logits
+
+
+def recurrent(inputs: int, width: int, layers: int) -> nn.LSTM:
+    """(b, l, inputs) -> states (b, l, width). As a part of one flat vector its weights do not lie as cuDNN wants them: it
+    copies them once a call, little beside the steps, and would warn."""
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
+    return nn.LSTM(inputs, width, layers, batch_first=True)
 
 
 def _last(states: Tensor, tokens: Tensor) -> Tensor:

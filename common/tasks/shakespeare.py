@@ -21,6 +21,7 @@ from common.shift import check_shift
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification
 from common.tasks.hub import Corpus, local_table, read_corpus
+from common.tasks.language import recurrent
 from common.tasks.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 
 CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"), test=())
@@ -48,7 +49,7 @@ class NextCharacter(nn.Module):
         super().__init__()
         self.everywhere = settings.predict == "all"
         self.embedding = nn.Embedding(len(LETTERS), settings.embedding)
-        self.lstm = nn.LSTM(settings.embedding, settings.width, settings.layers, batch_first=True)
+        self.lstm = recurrent(settings.embedding, settings.width, settings.layers)
         self.head = nn.Linear(settings.width, len(LETTERS))
 
     def forward(self, characters: Tensor) -> Tensor:
