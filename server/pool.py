@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -155,7 +156,9 @@ class RayPool:
         options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
         try:
-            ray.init(address=address, **options)
+            with warnings.catch_warnings():  # Ray's hints about its own settings
+                warnings.simplefilter("ignore")
+                ray.init(address=address, **options)
         except (ConnectionError, OSError, ValueError, RuntimeError) as error:
             raise SettingsError(f"--ray {address}: no cluster there: {error}") from None
         self._ray = ray

@@ -463,7 +463,7 @@ def test_a_terminal_shows_a_bar_and_the_cells_that_run() -> None:
 # --- worker processes that end
 
 
-SLOW = {"local": {"lr": 0.01, "epochs": 1}, "rounds": 150, "checkpoint": {"every": 5}}
+SLOW = {"local": {"lr": 0.01, "epochs": 1}, "rounds": 80, "checkpoint": {"every": 5}}
 
 
 def rounds_of(folder: str) -> int:
@@ -486,7 +486,7 @@ def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
     with reference(tables) as wanted:
 
         def kill() -> None:
-            until(lambda: rounds_of("fedavg/seed-0") > 10, "a cell that is half done")
+            until(lambda: rounds_of("fedavg/seed-0") > 5, "a cell that is half done")
             os.kill(int(Path("folder/fedavg/seed-0/.lock").read_text().split()[1]), signal.SIGKILL)
 
         killer = threading.Thread(target=kill)
@@ -499,7 +499,7 @@ def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
             "fedavg/seed-0": "its worker process died: killed (signal 9), perhaps for want of memory"
         }
         assert len(hashes()) == 3
-        assert 10 < rounds_of("fedavg/seed-0") < 150
+        assert 5 < rounds_of("fedavg/seed-0") < 80
         assert compare(tables)[1] == ["fedavg/seed-0"]
         assert RunFolder("folder/fedavg/seed-0").status()["after"] >= 5
         assert hashes() == wanted
@@ -525,7 +525,7 @@ def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: in
     Path("plan.toml").write_text(tomli_w.dumps(tables), "utf-8")
     with reference(tables) as wanted:
         process = started("--workers", "2")
-        until(lambda: min(rounds_of("fedavg/seed-0"), rounds_of("scaffold/seed-0")) > 10, "cells that are half done")
+        until(lambda: min(rounds_of("fedavg/seed-0"), rounds_of("scaffold/seed-0")) > 5, "cells that are half done")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 2
         process.send_signal(sent)
@@ -536,7 +536,7 @@ def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: in
         assert not alive
         if sent != signal.SIGKILL:
             assert {cell["status"] for cell in read("cells.json")["cells"]} == {"stopped"}
-        assert max(rounds_of("fedavg/seed-0"), rounds_of("scaffold/seed-0")) < 150
+        assert max(rounds_of("fedavg/seed-0"), rounds_of("scaffold/seed-0")) < 80
         assert compare(tables)[1] == ["fedavg/seed-0", "scaffold/seed-0"]
         assert hashes() == wanted
 
