@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from common.tasks.base import evaluate
 from common.tasks.datasets import DATASETS
 from common.tasks.images import Images
 from server.app import run
+from server.clients import start_clients
+from server.control import ROOT
 from server.folder import RunFolder
-from server.inprocess import InProcessGrid
+from server.follow import failure
+from server.inprocess import InProcessGrid, grid
+from server.launch import SuperLink
 from server.prepare import prepare
 
 
@@ -281,3 +286,38 @@ def test_rounds_of_every_model(task: dict[str, Any], tmp_path: Path) -> None:
     result = run(InProcessGrid(app), settings, RunFolder(tmp_path / "run"))
     assert result["dropped"] == {}
     assert 0 < result["central"]["loss"] < (1 if task["model"] == "vgg11" else before)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_engines_agree_on_augmented_real_images(tmp_path: Path) -> None:
+    """CIFAR-10's subset, a small cnn with BatchNorm, crops and mirror images, three clients: the same weights in this
+    process, in two workers and over gRPC; another seed gives others."""
+    values = {
+        "name": "engines-images",
+        "rounds": 2,
+        "task": {"name": "cifar10", "variant": "subset", "width": 4, "limit": 300, "augment": "crop-flip"},
+        "partition": {"kind": "dirichlet", "clients": 3, "alpha": 0.5},
+        "strategy": {"name": "scaffold"},
+        "local": {"steps": 3, "batch_size": 20, "lr": 0.05},
+        "round": {"sample": 2, "deadline_s": 300.0},
+    }
+    settings = Experiment.model_validate(values)
+    here = run(InProcessGrid(app), settings, RunFolder(tmp_path / "here"))
+    assert here["dropped"] == {}
+    with grid("client.app:app", 2) as workers:
+        assert run(workers, settings, RunFolder(tmp_path / "there"))["sha256"] == here["sha256"]
+    other = Experiment.model_validate(values | {"seed": 1})
+    assert run(InProcessGrid(app), other, RunFolder(tmp_path / "other"))["sha256"] != here["sha256"]
+    folder = RunFolder(tmp_path / "grpc")
+    with (
+        SuperLink(tmp_path / "superlink.log") as link,
+        start_clients(link.fleet_address, ["0", "1", "2"], memory_root=tmp_path / "memory", log_dir=tmp_path),
+    ):
+        link.control.submit(ROOT, {"experiment-toml": settings.toml(), "run-dir": str(tmp_path / "grpc")})
+        end = time.monotonic() + 300
+        while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
+            time.sleep(0.1)
+        if status == "failed":
+            raise failure(folder)
+    assert folder.status()["sha256"] == here["sha256"]

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -109,11 +108,12 @@ def _hub(name: str, image: str, label: str, group: str | None, test: str | None)
             source = FederatedDataset(dataset=name, partitioners={}, shuffle=False, cache_dir=str(root))
             parts = [source.load_split(split) for split in ("train", test) if split]
         tables = [dataset_table(part, name) for part in parts]
-        held: list[Any] = [(table[image], table[label]) for table in tables]
         return Raw(
-            *held[0],
+            tables[0][image],  # type: ignore[arg-type]
+            tables[0][label],  # type: ignore[arg-type]
             None if group is None else np.array(tables[0][group], dtype=str),
-            *(held[1] if test else (None, None)),
+            tables[1][image] if test else None,  # type: ignore[arg-type]
+            tables[1][label] if test else None,  # type: ignore[arg-type]
             tuple(map(str, parts[0].features[label].names)),
         )
 
