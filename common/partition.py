@@ -110,9 +110,6 @@ def plan_of(
     return plan
 
 
-_plan = plan_of
-
-
 def split_holdout(indices: Indices, share: float, seed: int, client: str) -> tuple[Indices, Indices]:
     """The training and evaluation parts of one client's n indices, each sorted.
 

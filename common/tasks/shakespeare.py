@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.partition import Plan, _plan, make_plan
+from common.partition import Plan, make_plan, plan_of
 from common.shift import check_shift
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification
@@ -135,7 +135,7 @@ class Shakespeare(Classification):
             parts = tuple(np.arange(*self._ranges[[own[0], own[0] + 1]]) for own in plan.clients)
         check_shift(plan, self.pool().inputs)
         starts, targets = self.pool().inputs.numpy(), self.pool().targets.numpy()
-        return _plan([self._cut(part, starts) for part in parts], targets, self.seed, "none", 0.0)
+        return plan_of([self._cut(part, starts) for part in parts], targets, self.seed)
 
     def _cut(self, part: Indices, starts: Indices) -> tuple[Indices, Indices]:
         """Windows for training and for evaluation that share no character, in the order of the text."""
