@@ -53,16 +53,19 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield inner
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """seed-2 before seed-10."""
-    parts = enumerate(re.split(r"(\d+)", name))
-    return [(int(part), "") if place % 2 else (-1, part) for place, part in parts]
+def _natural(name: str) -> list[tuple[float, str]]:
+    """seed-2 before seed-10, lr-0.05 before lr-0.1."""
+    parts = enumerate(re.split(r"(\d+(?:\.\d+)?)", name))
+    return [(float(part), "") if place % 2 else (-1.0, part) for place, part in parts]
 
 
 def _cells(folder: Path) -> dict[Path, dict[str, Any]]:
     """What a plan's cells.json says of each of its folders, in the plan's order."""
-    cells = read_json(folder / CELLS)
-    cells = cells.get("cells", list(cells.values())) if isinstance(cells, dict) else cells
+    table = read_json(folder / CELLS)
+    cells = table.get("cells") if isinstance(table, dict) else None
     known = [cell for cell in cells if isinstance(cell, dict)] if isinstance(cells, list) else []
-    named = {str(cell["folder"]): cell for cell in known if cell.get("folder")}
-    return {(folder / name if (folder / name).exists() else Path(name)).resolve(): c for name, c in named.items()}
+    return {
+        (folder / str(cell["folder"])).resolve(): {"plan": table.get("plan"), **cell}
+        for cell in known
+        if cell.get("folder")
+    }
