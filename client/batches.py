@@ -21,10 +21,13 @@ def batches_per_epoch(count: int, size: int, merge_single: bool) -> int:
     return whole + (1 if rest > 1 or (rest == 1 and not (merge_single and whole)) else 0)
 
 
-def epoch_batches(count: int, size: int, order: torch.Generator, merge_single: bool) -> list[Tensor]:
-    """A shuffled epoch as index tensors. With `merge_single` a last batch of one example joins the one before it:
-    BatchNorm cannot normalize over one value. With size 1 all batches are such, and stay."""
-    batches = list(torch.split(torch.randperm(count, generator=order), size))
+def epoch_batches(
+    count: int, size: int, order: torch.Generator, merge_single: bool, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """A shuffled epoch as index tensors on `device`, where they go in one copy. With `merge_single` a last batch of one
+    example joins the one before it: BatchNorm cannot normalize over one value. With size 1 all batches are such, and
+    stay."""
+    batches = list(torch.split(torch.randperm(count, generator=order).to(device), size))
     if merge_single and size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches

@@ -32,15 +32,20 @@ log = logging.getLogger("client.cohort")
 
 def answer_all(messages: Sequence[Message], context: Context, most: int = 0) -> list[Message]:
     """The replies to TRAIN messages of one experiment, in their order; `most` clients at once (0: all)."""
-    device = device_of(context)
-    pool = _pools.setdefault(device, Pool(device))
-    return pool.run(messages, context, min(most or len(messages), len(messages)))
+    return pool(device_of(context)).run(messages, context, min(most or len(messages), len(messages)))
+
+
+def pool(device: torch.device | str) -> Pool:
+    """The lanes of a device."""
+    return _pools.setdefault(torch.device(device), Pool(torch.device(device)))
 
 
 class Pool:
     """The lanes of one device, kept from round to round."""
 
     def __init__(self, device: torch.device) -> None:
+        self.together = self.apart = 0
+        """Gradients that were computed with others, and alone."""
         self.base: Session | None = None
         self.device = device
         self._lanes: list[Lane] = []
@@ -96,14 +101,18 @@ class Pool:
             lane for k, lanes in groups.items() if len(lanes) == 1 or k is None or k in self._alone for lane in lanes
         ]
         if alone:
+            self.apart += len(alone)
             return [(lane, None) for lane in alone]
         key, lanes = max(groups.items(), key=lambda item: len(item[1]))
         try:
-            return list(zip(lanes, batched([waiting[lane] for lane in lanes]), strict=True))
+            losses = batched([waiting[lane] for lane in lanes])
+            self.together += len(lanes)
+            return list(zip(lanes, losses, strict=True))
         except Exception as error:  # whatever it is, each client meets it in its own pass if it is no matter of vmap
             if not self._alone:
                 log.warning("cohort mode: clients train one after the other: %s", str(error).split("\n")[0][:300])
             self._alone.add(key)
+            self.apart += len(lanes)
             return [(lane, None) for lane in lanes]
 
 

@@ -199,7 +199,7 @@ class LocalWork:
         gradient, data = self._model.gradient, self._data.train
         total = torch.zeros_like(gradient)
         self._model.module.eval()
-        for index in torch.split(torch.arange(len(data)), self._settings.batch_size):
+        for index in torch.split(torch.arange(len(data), device=gradient.device), self._settings.batch_size):
             self._watch(self._watched)
             self._forward.backward(self._batch(index), scale=len(index) / len(data))
             total += gradient
@@ -248,8 +248,8 @@ class LocalWork:
         """So many batches, each with whether BatchNorm could not take it (one example)."""
         taken, merges = 0, self._merges
         while taken < count:
-            order = epoch_batches(len(self._data.train), self._settings.batch_size, self._order, merge_single=merges)
-            for index in order[: count - taken]:
+            given = len(self._data.train), self._settings.batch_size, self._order, merges
+            for index in epoch_batches(*given, self._model.vector.device)[: count - taken]:
                 yield self._task.augment(self._batch(index)), merges and len(index) == 1
                 taken += 1
 

@@ -22,7 +22,7 @@ class Examples:
         return len(self.targets)
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The examples at `index` (b,), an int64 tensor on the CPU."""
+        """The examples at `index` (b,), an int64 tensor; no copy of it if it lies where they do."""
         index = index.to(self.targets.device)
         return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
@@ -68,9 +68,10 @@ class Task(ABC):
         """The mean loss over one batch, a 0-d tensor that autograd can differentiate."""
 
     @abstractmethod
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
         """Sums over one batch that become means over a data set, e.g. {"loss": ..., "accuracy": ...}.
 
+        Numbers, or 0-d tensors: a GPU is not waited for to read those of each batch.
         Called without gradients and with the model in evaluation mode.
         """
 
@@ -99,12 +100,12 @@ class Task(ABC):
 
 def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> dict[str, float]:
     """Means of the task's metrics over `data`, with the model in evaluation mode."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float | Tensor] = {}
     training = model.training
     model.eval()
     with torch.inference_mode():
         for index in torch.split(torch.arange(len(data)), batch_size):
             for key, value in task.metrics(model, data.batch(index)).items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+                sums[key] = sums.get(key, 0.0) + (value.double() if isinstance(value, Tensor) else value)
     model.train(training)
-    return {key: value / len(data) for key, value in sums.items()}
+    return {key: float(value) / len(data) for key, value in sums.items()}

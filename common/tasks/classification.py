@@ -80,12 +80,12 @@ class Classification(Task):
         inputs, targets = batch
         return functional.cross_entropy(model(self.features(inputs)), targets)
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
         """Sums over the batch: cross entropy (nats) and right answers."""
         inputs, targets = batch
         logits = model(self.features(inputs))
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        return {"loss": loss.item(), "accuracy": float((logits.argmax(1) == targets).sum())}
+        return {"loss": loss.detach(), "accuracy": (logits.argmax(1) == targets).sum()}
 
 
 def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:
