@@ -37,9 +37,11 @@ def _own_cache(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each test has an empty cache; those on the real files share one."""
+    """Each test has an empty cache and no data; those on the real files share a cache."""
     real = request.node.get_closest_marker("data") is not None
     monkeypatch.setenv("FEDKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "kept" if real else tmp_path / "cache"))
+    if not real:
+        monkeypatch.delenv("FEDKEEL_DATA", raising=False)
 
 
 def create(kind: str = "iid", clients: int | None = 2, **task: Any) -> Images:
@@ -273,6 +275,16 @@ def test_what_a_site_and_a_run_do_not_agree_on_is_named(tmp_path: Path) -> None:
         create(shape=[9, 9, 3], classes=list(NAMES)).client("site", files["folder"])
     scaled = create(shape=[9, 9, 3], classes=list(NAMES), resize=True).client("site", files["folder"])
     assert scaled.train.inputs.shape == (12, 9, 9, 3)
+
+
+def test_names_of_classes_are_the_same_for_every_process(tmp_path: Path) -> None:
+    """Where the experiment only counts them, a process that has read the pooled file knows no more than a site."""
+    files = site_files(tmp_path)
+    task = create(file=files["numbers"], shape=[8, 9, 3], classes=3)
+    assert len(task.names()) == 2
+    with pytest.raises(SettingsError, match=r"this run's classes have no names; .* task.classes = \[...\]"):
+        task.client("site", files["folder"])
+    assert len(create(file=files["numbers"]).client("site", files["folder"]).train) == 12
 
 
 def test_a_named_task_takes_a_sites_own_data(tmp_path: Path) -> None:
@@ -589,7 +601,7 @@ def test_tinyimagenet_from_the_hub_and_from_its_archive(monkeypatch: pytest.Monk
     hub(monkeypatch, {"train": train, "valid": train.select([0])})
     task = create(name="tinyimagenet", download=True)
     assert np.array_equal(task.pool().inputs[1], np.repeat(wide[1, ..., :1], 3, -1))
-    assert (task.shape, task.classes, task.class_names) == ((64, 64, 3), 200, tuple(names))
+    assert (task.shape, task.classes, task.pooled.names) == ((64, 64, 3), 200, tuple(names))
     assert task.central() is not None
     root = data / "tiny-imagenet-200"
     for number in range(200):

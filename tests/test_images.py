@@ -43,6 +43,19 @@ def blank(shape: list[int], **task: object) -> Images:
     return create(name="images", shape=shape, classes=4, **task)
 
 
+def test_the_document_lists_every_data_set() -> None:
+    """Names, numbers of classes, variants and what is fetched, as the table has them."""
+    text = (ROOT / "docs" / "images.md").read_text("utf-8")
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for name, row in DATASETS.items():
+        cells = [cell.strip() for cell in rows[name].strip("|").split("|")]
+        assert cells[2] == str(create(name=name, pooled=False).classes)
+        assert cells[4] == ", ".join(f"`{variant}`" for variant in row.places)
+        assert cells[5].split(",")[0] in row.about
+        for paths in row.places.values():
+            assert any(path in text or path.startswith(("emnist/", "tinyimagenet")) for path in paths)
+
+
 # --- augmentation
 
 

@@ -150,11 +150,10 @@ class Images(Classification):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes; None if only their number is known. Reads the pooled source if it must."""
-        if isinstance(self._given, tuple):
-            return self._given
-        known = self._given is not None and "pooled" not in self.__dict__
-        return None if known or self._brings else self.pooled.names
+        """The names of the classes, which a site's labels may be; None if this process need not know them."""
+        if self._given is None:
+            return None if self._brings else self.pooled.names
+        return self._given if isinstance(self._given, tuple) else None
 
     def names(self) -> list[str]:
         """As of every pooled set; none where every client brings its own file."""
