@@ -145,9 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strategy", default="fedavg")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     options = parser.parse_args(arguments)
-    print(
-        f"| {options.strategy}: model-clients-batch | threads | one by one, s | cohort, s | ratio | together | max diff |"
-    )
+    columns = "threads", "one by one, s", "cohort, s", "ratio", "together", "max diff"
+    print("| " + " | ".join([options.strategy, *columns]) + " |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.cases:
         for threads in options.threads:

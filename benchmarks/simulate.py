@@ -1,11 +1,17 @@
 """Simulation speed: the in-process engine against a bare PyTorch loop and against VCE, on the same work.
 
-    python -m benchmarks.simulate [--rounds 12] [--workers 2] [--skip-vce]
+    python -m benchmarks.simulate [--rounds 12] [--workers 2] [--repeat 1] [--skip-vce]
+    python -m benchmarks.simulate --pipeline [--rounds 12] [--repeat 3]
 
 100 clients, 10 sampled a round, CIFAR-10-shaped images, small CNN, 10 local steps of 20 images. The bare loop is what
 one would write by hand: two processes that hold model and data, a list of clients each, a mean. It prints seconds a
 round (median after the first) and from the start of the command to the end of round 1, each with its ratio to bare.
-Engines run one after the other as commands of their own; start-up counts.
+Engines run one after the other as commands of their own; start-up counts. With --repeat all of them run so many times,
+in turn, and medians are shown.
+
+With --pipeline: which part of a round goes into the data, that is into gathering batches, changing them at random and
+making numbers of bytes, in one process with one thread, without and with crops and mirror images. CIFAR-10 from the
+folder that FEDKEEL_DATA names, or random images of its shape.
 """
 
 from __future__ import annotations
@@ -13,13 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 EXPERIMENT = """
 name = "bench"
@@ -131,14 +142,77 @@ def engine(arguments: list[str], file: Path, folder: Path, rounds: int) -> dict[
     return {"round": statistics.median(r["seconds"]["total"] for r in records[1:]), "first": first}
 
 
-def main() -> None:
+def pipeline(rounds: int, augment: str, file: Path) -> tuple[float, float]:
+    """Median seconds of a round, and of what the data takes of it."""
+    from client.app import app
+    from common import flower
+    from common.experiment import Experiment
+    from common.tasks.base import Examples
+    from common.tasks.images import Images
+    from server.app import run
+    from server.folder import RunFolder
+    from server.inprocess import InProcessGrid
+
+    flower.prepare()
+    text = EXPERIMENT.format(rounds=rounds, file=file) + f'task.augment = "{augment}"\ntask.model = "cnn"\n'
+    spent, marks = [0.0], [0.0]
+    with ExitStack() as stack:
+        for owner, name in ((Examples, "batch"), (Images, "augment"), (Images, "features")):
+            stack.enter_context(timed(owner, name, spent))
+        folder = RunFolder(stack.enter_context(tempfile.TemporaryDirectory()))
+        run(
+            InProcessGrid(app),
+            Experiment.parse(text),
+            folder,
+            say=lambda text: None,
+            show=lambda record: marks.append(spent[0]),
+        )
+        total = statistics.median(record["seconds"]["total"] for record in folder.history()[1:])
+    return total, statistics.median(after - before for before, after in pairwise(marks[1:]))
+
+
+@contextmanager
+def timed(owner: type, name: str, spent: list[float]) -> Iterator[None]:
+    """Inside, the seconds of a method are added to `spent`."""
+    method = getattr(owner, name)
+
+    def call(*given: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*given)
+        finally:
+            spent[0] += time.perf_counter() - begin
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def show_pipeline(options: argparse.Namespace, random: Path) -> None:
+    """Measure and print the data's part."""
+    real = Path(os.environ.get("FEDKEEL_DATA", "")) / "cifar10" / "cifar10.npz"
+    file = real if real.is_file() else random
+    print("CIFAR-10" if file == real else "random images")
+    print(f"{'augment':10} {'s a round':>10} {'data, s':>8} {'share':>7}")
+    for augment in ("none", "crop-flip"):
+        found = [pipeline(options.rounds, augment, file) for _ in range(options.repeat)]
+        total, data = (statistics.median(values) for values in zip(*found, strict=True))
+        share = statistics.median(data / total for total, data in found)
+        print(f"{augment:10} {total:10.3f} {data:8.4f} {share:7.1%}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--skip-vce", action="store_true")
+    parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--bare", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.bare:
         bare(options.bare[0], options.rounds, options.workers, float(options.bare[1]))
         return
@@ -146,24 +220,36 @@ def main() -> None:
         root = Path(temporary)
         file = root / "data.npz"
         make_data(file)
-        common = ["--rounds", str(options.rounds), "--workers", str(options.workers)]
-        command = [sys.executable, "-m", "benchmarks.simulate", "--bare", str(file), str(time.time()), *common]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        results = {"bare PyTorch": json.loads(output)}
-        for name, extra in (
-            (f"in-process, {options.workers} workers", ["--workers", str(options.workers)]),
-            ("in-process, 1 process", []),
-            ("VCE", ["--engine", "flower"]),
-        ):
-            if name != "VCE" or not options.skip_vce:
-                folder = root / name.split(",")[0].replace("-", "") / str(len(extra))
-                folder.mkdir(parents=True)
-                results[name] = engine(extra, file, folder, options.rounds)
-    base = results["bare PyTorch"]
+        if options.pipeline:
+            show_pipeline(options, file)
+            return
+        found = [compare(options, file, root / str(number)) for number in range(options.repeat)]
     print(f"{'':22} {'s a round':>10} {'ratio':>6} {'s to round 1':>13} {'ratio':>6}")
-    for name, value in results.items():
-        ratios = value["round"] / base["round"], value["first"] / base["first"]
-        print(f"{name:22} {value['round']:10.3f} {ratios[0]:6.2f} {value['first']:13.1f} {ratios[1]:6.2f}")
+    for name in found[0]:
+        seconds = {key: statistics.median(each[name][key] for each in found) for key in ("round", "first")}
+        ratios = {
+            key: statistics.median(each[name][key] / each["bare PyTorch"][key] for each in found) for key in seconds
+        }
+        told = f"{seconds['round']:10.3f} {ratios['round']:6.2f} {seconds['first']:13.1f} {ratios['first']:6.2f}"
+        print(f"{name:22} {told}")
+
+
+def compare(options: argparse.Namespace, file: Path, root: Path) -> dict[str, dict[str, float]]:
+    """Every engine once."""
+    common = ["--rounds", str(options.rounds), "--workers", str(options.workers)]
+    command = [sys.executable, "-m", "benchmarks.simulate", "--bare", str(file), str(time.time()), *common]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    results = {"bare PyTorch": json.loads(output)}
+    for name, extra in (
+        (f"in-process, {options.workers} workers", ["--workers", str(options.workers)]),
+        ("in-process, 1 process", []),
+        ("VCE", ["--engine", "flower"]),
+    ):
+        if name != "VCE" or not options.skip_vce:
+            folder = root / name.split(",")[0].replace("-", "") / str(len(extra))
+            folder.mkdir(parents=True)
+            results[name] = engine(extra, file, folder, options.rounds)
+    return results
 
 
 if __name__ == "__main__":
