@@ -87,7 +87,7 @@ class PartitionSettings(Section):
         if self.balanced and self.kind != "dirichlet":
             raise ValueError(f"balanced belongs to kind 'dirichlet', not to '{self.kind}'")
         if self.shift in ("brightness", "contrast") and self.shift_strength > 1:
-            raise ValueError(f"shift_strength = {self.shift_strength} with shift '{self.shift}': allowed: above 0, to 1")
+            raise ValueError(f"shift_strength = {self.shift_strength} of '{self.shift}': allowed: above 0, up to 1")
         return self
 
 
@@ -276,7 +276,7 @@ class CheckpointSettings(Section):
 
 
 class TrackingSettings(Section):
-    """`[tracking]`: who is told of each round beside the run folder; no matter of the weights, and clients never see it.
+    """`[tracking]`: who is told of each round beside the run folder; no matter of the weights, never sent to clients.
 
     Addresses and keys stand in the environment of the server app, never here: see docs/tracking.md.
     """
