@@ -292,20 +292,20 @@ def test_check_prints_the_resolved_settings() -> None:
 
 
 def test_report_compares_runs_on_one_page() -> None:
-    """A target that was not reached is "not in N"; the page loads nothing from elsewhere."""
+    """A target that was not reached is "not reached in N rounds"; the page loads nothing from elsewhere."""
     done()
     done("--run-dir", "other/small", text=SMALL.replace("rounds = 2", "rounds = 3"))
     result = invoke("report", "runs/small", "other/small", "--target", "1.1", "--out", "page.html")
     assert result.exit_code == 0, result.output
-    rows = [line.split(" | ") for line in result.output.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[2:]] == ["| runs/small", "| other/small"]
-    assert [(row[4], row[5]) for row in rows[2:]] == [("not in 2", "-"), ("not in 3", "-")]
+    rows = [line.split(" | ") for line in result.output.splitlines() if " | 1.1 | " in line]
+    assert [row[0] for row in rows] == [f"| fedavg: small ({run})" for run in ("runs/small", "other/small")]
+    assert [row[3] for row in rows] == ["not reached in 2 rounds", "not reached in 3 rounds"]
     page = Path("page.html").read_text("utf-8")
-    assert "not in 2" in page
-    assert re.findall(r"(?:src|href)=['\"]?([^:'\"]*)", page) == ["data"]
-    assert "http" not in re.sub("base64,[^']*", "", page)
+    assert "not reached in 2 rounds" in page
+    assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^#"]+)', page))
+    assert "http" not in re.sub('base64,[^"]*', "", page).replace("http-equiv", "")
     reached = invoke("report", "runs/small", "--target", "0.01")
-    assert "| 1 | " in reached.output.splitlines()[2]
+    assert "| fedavg: small | 0.01 | 1 of 1 | 1.0 |" in reached.output
     assert Path("report.html").exists()
 
 

@@ -662,6 +662,6 @@ def test_display_metrics_report_and_events_show_personal_numbers(done: Ran, tmp_
     for kind in ("weighted", "mean", "worst"):
         found = metrics.registry.get_sample_value("fedkeel_accuracy", {"data": "personal", "summary": kind})
         assert found == last["personal"]["accuracy"][kind]
-    table = report.write([done.folder.path], 0.0, tmp_path / "report.html")
+    table = report.write([done.folder.path], [0.0], tmp_path / "report.html", window=1)
     assert f"| {last['personal']['accuracy']['weighted']:.4f} own |" in table
     assert "of the clients' own models after round" in display.summary(done.history, tmp_path, None)
