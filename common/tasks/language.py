@@ -151,8 +151,8 @@ class Gpt2(nn.Module):
 
 
 def recurrent(inputs: int, width: int, layers: int) -> nn.LSTM:
-    """(b, l, inputs) -> states (b, l, width). As a part of one flat vector its weights do not lie as cuDNN wants them: it
-    copies them once a call, little beside the steps, and would warn."""
+    """(b, l, inputs) -> states (b, l, width). In one flat vector its weights do not lie as cuDNN wants them: it copies
+    them once a call, little beside the steps, and would warn."""
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
     return nn.LSTM(inputs, width, layers, batch_first=True)
 
