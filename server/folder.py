@@ -133,9 +133,9 @@ class RunFolder:
         """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
 
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
-        hash of the partition, and over resumes `initial`, the hash of the weights before round 1.
+        hash of the partition, and `initial`, the hash of the weights before round 1; the last two over resumes, too.
         """
-        lasting = {"initial"} if status == "starting" else {"initial", "plan", "after"}
+        lasting = {"initial", "plan"} | ({"after"} if status != "starting" else set())
         kept = {key: value for key, value in self.status().items() if key in lasting}
         write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
 

@@ -126,6 +126,12 @@ class Rounds:
 
     def _resumed(self) -> Course:
         kept = self._checkpoints.latest()
+        before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
+        if before and before != now:
+            raise SettingsError(
+                f"the data are split as plan {now[:12]!r} and this run began with {before[:12]!r}: the data or the plan "
+                "file changed; start a new run"
+            )
         self._folder.cut_history(kept.round)
         model = self._model
         course = Course(
@@ -157,6 +163,9 @@ class Rounds:
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
         self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        if idle := sorted(roster.members.keys() - set(trainers)):
+            more = ", ..." if len(idle) > 10 else ""
+            self._say(f"{len(idle)} clients hold no training example and are never asked: {', '.join(idle[:10])}{more}")
         steps = course.pace.most(roster.members.values(), self._experiment.local.epochs)
         for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")

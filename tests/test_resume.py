@@ -293,3 +293,23 @@ def test_killed_processes(tmp_path: Path) -> None:
     assert [line["round"] for line in folder.history()] == list(range(1, 61))
     assert [line["sha256"] for line in folder.history()] == [line["sha256"] for line in straight.history]
     assert {line["generation"] for line in folder.history()} == {1}
+
+
+def test_data_that_changed_are_not_gone_on_with(tmp_path: Path) -> None:
+    """A plan file in which two examples have changed hands is another split: refused, the run stays as it is."""
+    file = tmp_path / "plan.json"
+
+    def split(first: int) -> None:
+        rest = [number for number in range(100) if number != first]
+        clients = [{"train": [first], "evaluate": []}, {"train": rest, "evaluate": []}]
+        file.write_text(json.dumps({"format": 1, "data": {"examples": 1438}, "clients": clients}), "utf-8")
+
+    given = {"partition": {"kind": "file", "file": str(file)}, "round": {}}
+    split(0)
+    ran(tmp_path / "run", digits("fedavg", 2, **given))
+    split(1)
+    result = run(tmp_path / "run", digits("fedavg", 3, **given), resume=True)
+    assert isinstance(result.error, SettingsError)
+    assert "the data or the plan file changed; start a new run" in str(result.error)
+    split(0)
+    assert len(ran(tmp_path / "run", digits("fedavg", 3, **given), resume=True).history) == 3

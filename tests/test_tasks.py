@@ -57,7 +57,9 @@ def test_importing_the_registry_loads_no_data_library() -> None:
 
 
 def test_an_unknown_task_names_the_allowed() -> None:
-    with pytest.raises(SettingsError, match=r"task.name: 'digit' is unknown; allowed: .*cifar10, .*digits, .*npz, package"):
+    with pytest.raises(
+        SettingsError, match=r"task.name: 'digit' is unknown; allowed: .*cifar10, .*digits, .*npz, package"
+    ):
         create(name="digit")
 
 
@@ -336,7 +338,9 @@ def test_relative_files_are_found_in_the_data_folder(tmp_path: Path, monkeypatch
     assert create(name="npz", file="a.npz").classes == 8
     save(tmp_path / "here" / "a.npz", classes=np.array(9))
     assert create(name="npz", file="a.npz").classes == 9
-    with pytest.raises(SettingsError, match=r"task.file = 'b.npz': no such file or folder; .*here/b.npz and .*data/b.npz"):
+    with pytest.raises(
+        SettingsError, match=r"task.file = 'b.npz': no such file or folder; .*here/b.npz and .*data/b.npz"
+    ):
         create(name="npz", file="b.npz")
 
 
@@ -536,6 +540,14 @@ def test_a_quadratic_has_as_many_clients_as_rows(tmp_path: Path) -> None:
         create(name="quadratic", file=file).client("2")
     with pytest.raises(SettingsError, match="reads no file of a site"):
         create(name="quadratic", file=file).client("0", file)
+
+
+@pytest.mark.parametrize("key", [{"kind": "dirichlet"}, {"shift": "noise"}])
+def test_a_quadratic_is_not_split(tmp_path: Path, key: dict[str, str]) -> None:
+    """Its file says who holds what."""
+    settings = TaskSettings.model_validate({"name": "quadratic", "file": quadratic(tmp_path / "q.npz")})
+    with pytest.raises(SettingsError, match="task 'quadratic' has a client in each row of its file"):
+        tasks.create(settings, PartitionSettings.model_validate(key), 0)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ class Quadratic(Task):
             self.arrays = _checked({key: file[key] for key in KEYS}, str(path))
         self.centers = torch.from_numpy(self.arrays["centers"]).to(self.dtype)
         self.curvatures = torch.from_numpy(self.arrays["curvatures"]).to(self.dtype)
+        if (partition.kind, partition.shift) != ("iid", "none"):
+            raise SettingsError(
+                f"partition.kind = {partition.kind!r}, partition.shift = {partition.shift!r}: task 'quadratic' has a "
+                "client in each row of its file; leave them out"
+            )
         if partition.clients not in (None, len(self.centers)):
             raise SettingsError(
                 f"partition.clients = {partition.clients}: {path} has {len(self.centers)} clients; "
