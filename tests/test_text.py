@@ -335,6 +335,30 @@ def test_offline_ends_soon_and_says_where_it_looked(tmp_path: Path, network: dic
     assert done.stderr == ""
 
 
+def test_a_download_is_read_like_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's parts by their names there; its test part of GLUE has no labels and is not looked at."""
+    import datasets
+
+    asked: list[tuple[str, str | None]] = []
+    rows = {"sentence": ["good", "bad"], "label": [1, 0]}
+    parts = {"train": rows, "validation": rows, "test": {"sentence": ["?"], "label": [-1]}}
+
+    def load(name: str, config: str | None) -> datasets.DatasetDict:
+        asked.append((name, config))
+        return datasets.DatasetDict({part: datasets.Dataset.from_dict(table) for part, table in parts.items()})
+
+    monkeypatch.delenv("FEDKEEL_DATA", raising=False)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("common.tasks.hub.reachable", lambda: True)
+    task = create("sst2")
+    assert task.pool().targets.tolist() == [1, 0]
+    assert counts(task.central()) == [1, 1]
+    assert set(asked) == {("nyu-mll/glue", "sst2")}
+    parts.pop("validation")
+    with pytest.raises(SettingsError, match=r"nyu-mll/glue: none of the parts validation; it has train, test"):
+        create("sst2").central()
+
+
 def counts(examples: Examples | None) -> list[int]:
     assert examples is not None
     return torch.bincount(examples.targets).tolist()

@@ -72,7 +72,10 @@ def read_corpus(corpus: Corpus, part: str) -> tuple[Table, str]:
         return _joined([read_table(folder, name) for name in found]), str(folder)
     here = f"no folder {folder}" if folder else "FEDKEEL_DATA names no folder"
     held = _download(corpus, here)
-    return _joined([dataset_table(held[name], corpus.hub) for name in wanted if name in held]), corpus.hub
+    parts = [dataset_table(held[name], corpus.hub) for name in wanted if name in held]
+    if not parts:
+        raise SettingsError(f"{corpus.hub}: none of the parts {', '.join(wanted)}; it has {', '.join(held)}")
+    return _joined(parts), corpus.hub
 
 
 def reachable() -> bool:
