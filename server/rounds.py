@@ -129,8 +129,8 @@ class Rounds:
         before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
         if before and before != now:
             raise SettingsError(
-                f"the data are split as plan {now[:12]!r} and this run began with {before[:12]!r}: the data or the plan "
-                "file changed; start a new run"
+                f"the data are split as plan {now[:12]!r} and this run began with {before[:12]!r}: the data or the "
+                "plan file changed; start a new run"
             )
         self._folder.cut_history(kept.round)
         model = self._model

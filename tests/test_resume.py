@@ -17,6 +17,7 @@ import pytest
 from client.app import app
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.plan_files import FORMAT
 from server.checkpoint import Checkpoints
 from server.folder import SETTINGS, RunFolder
 from server.inprocess import InProcessGrid
@@ -302,7 +303,7 @@ def test_data_that_changed_are_not_gone_on_with(tmp_path: Path) -> None:
     def split(first: int) -> None:
         rest = [number for number in range(100) if number != first]
         clients = [{"train": [first], "evaluate": []}, {"train": rest, "evaluate": []}]
-        file.write_text(json.dumps({"format": 1, "data": {"examples": 1438}, "clients": clients}), "utf-8")
+        file.write_text(json.dumps({"format": FORMAT, "data": {"examples": 1438}, "clients": clients}), "utf-8")
 
     given = {"partition": {"kind": "file", "file": str(file)}, "round": {}}
     split(0)
