@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -155,12 +157,17 @@ class RayPool:
         variables |= {key: value for key, value in os.environ.items() if key.startswith(("FEDKEEL_DATA", "FLWR_"))}
         options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
+        before = signal.getsignal(signal.SIGTERM)
         try:
+            _reach(address)
             with warnings.catch_warnings():  # Ray's hints about its own settings
                 warnings.simplefilter("ignore")
                 ray.init(address=address, **options)
         except (ConnectionError, OSError, ValueError, RuntimeError) as error:
             raise SettingsError(f"--ray {address}: no cluster there: {error}") from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)  # Ray's own would end this process
         self._ray = ray
         # A cell that fails is told, not run again behind one's back.
         self._remote = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_serve_on_ray)
@@ -182,6 +189,13 @@ class RayPool:
         for task in self._tasks:
             self._ray.cancel(task, force=True)
         self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise OSError if nothing listens at "host:port": Ray would look for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _serve_on_ray(job: Job, folder: str) -> Reply:

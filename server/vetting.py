@@ -12,7 +12,7 @@ from common.experiment import Experiment
 from server.folder import SETTINGS, RunFolder
 from server.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.prepare import prepare
-from strategies import resolve
+from strategies import create, resolve
 
 FREE = {"rounds", "checkpoint", "tracking"}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
@@ -48,10 +48,11 @@ def expand(plan: Plan) -> list[Cell]:
 
 
 def _kind(experiment: Experiment) -> str:
-    """What `prepare` looks at beside the seed: cells that differ elsewhere have no other faults."""
-    seen = experiment.model_dump(exclude={"name", "seed", "server", "compression", "evaluate", *FREE})
-    seen["local"].pop("lr")
-    return repr(seen)
+    """What `prepare` looks at beside the seed and what `resolve` has checked: cells that differ elsewhere have no
+    other faults. Of an algorithm it is what it asks of a model."""
+    unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
+    asked = type(create(experiment)).check_model.__qualname__
+    return f"{experiment.model_dump(exclude=unseen)} {experiment.local.steps} {asked}"
 
 
 class Faults:
