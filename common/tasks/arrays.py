@@ -6,10 +6,10 @@ import contextlib
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from common.experiment import Section
 from common.seeds import derive
 from common.tasks.base import Examples
 from common.tasks.classification import pick
+from common.tasks.labels import agree, numbered, own_names
 from common.tasks.networks import Model, Norm
 
 # What an array may be called; the first name that a file has is taken, unless the settings name one.
@@ -146,9 +147,9 @@ def pool(raw: Raw, settings: ImagesSettings, names: tuple[str, ...] | None, sour
     `names`: the classes that the run names, which text labels are then of.
     """
     if names is None:
-        names = _own_names(raw)
-    elif isinstance(raw.classes, tuple):
-        agree(raw, names, source)
+        names = own_names([raw.labels, raw.test_labels], raw.classes)
+    else:
+        agree(raw.labels, raw.classes, names, source)
     train = examples_of(raw.inputs, numbered(raw.labels, names, source), settings.dtype, f"{source}, training data")
     test, groups = None, raw.groups
     if raw.test_inputs is not None or raw.test_labels is not None:
@@ -167,54 +168,6 @@ def pool(raw: Raw, settings: ImagesSettings, names: tuple[str, ...] | None, sour
         test = pick(test, drawn(len(test), settings.limit, seed, "test"))
     kept = drawn(len(train), settings.limit, seed, "train")
     return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes, names)
-
-
-def _own_names(raw: Raw) -> tuple[str, ...] | None:
-    """The names of a source's classes; of text labels without declared names the sorted texts, unless all are
-    numbers."""
-    if isinstance(raw.classes, tuple):
-        return raw.classes
-    texts = {str(each) for labels in (raw.labels, raw.test_labels) if _is_text(labels) for each in labels.tolist()}
-    return tuple(sorted(texts)) if texts and not all(map(_number, texts)) else None
-
-
-def _is_text(labels: NDArray[Any] | None) -> TypeGuard[NDArray[Any]]:
-    return labels is not None and labels.dtype.kind == "U"
-
-
-def _number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
-
-
-def numbered(labels: NDArray[Any] | None, names: tuple[str, ...] | None, source: str) -> NDArray[Any] | None:
-    """Labels (n,) as integers: text by its place among the names of the run's classes."""
-    if not _is_text(labels):
-        return labels
-    texts, inverse = np.unique(labels, return_inverse=True)
-    if names is None:
-        if not all(map(_number, texts.tolist())):
-            raise SettingsError(
-                f"{source}: its labels are text ({_some(texts.tolist())}) and this run's classes have no names; give "
-                "them to both sides, in order, as task.classes = [...] in the experiment"
-            )
-        return texts.astype(np.int64)[inverse]
-    places = {name: place for place, name in enumerate(names)}
-    if unknown := [text for text in texts.tolist() if text not in places]:
-        raise SettingsError(f"{source}: labels {_some(unknown)} are none of this run's classes: {_some(names)}")
-    return np.array([places[text] for text in texts.tolist()], np.int64)[inverse]
-
-
-def agree(raw: Raw, names: tuple[str, ...], source: str) -> None:
-    """Raise SettingsError if a source's numbers mean other classes than the run's."""
-    if isinstance(raw.classes, tuple) and not _is_text(raw.labels) and raw.classes != names:
-        raise SettingsError(
-            f"{source}: its classes are {_some(raw.classes)}; this run's are {_some(names)}: the same names, in the "
-            "same order, or labels as text"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def take(file: NpzFile, role: str, settings: ImagesSettings, path: Path) -> NDArray[Any] | None:

@@ -7,25 +7,22 @@ import os
 import socket
 import string
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from common.errors import SettingsError
-from common.tasks.arrays import ImagesSettings, Raw, numbered
+from common.tasks.arrays import ImagesSettings, Raw
 from common.tasks.files.cache import FOLDER, folder, kept, path_of, stamp
+from common.tasks.labels import numbered
+from common.tasks.originals import Fetch, emnist, hub, mnist, torchvision
 
 log = logging.getLogger("common.tasks")
 
 SILENCE_S = 30.0
 """Seconds without a byte that end a download."""
-
-Fetch = Callable[[Path, str, bool], Raw]
-"""(folder, variant, download) -> the data set from its original files in the folder, fetched there if `download`."""
 
 
 @dataclass(frozen=True)
@@ -51,77 +48,6 @@ class Dataset:
         return self.of_variant.get(variant, self.classes)
 
 
-# --- from the libraries
-
-
-def _torchvision(kind: str) -> Fetch:
-    """CIFAR-10 and CIFAR-100: `data` (n, 32, 32, 3) uint8, `targets` a list, `classes` names."""
-
-    def fetch(root: Path, variant: str, download: bool) -> Raw:
-        from torchvision import datasets
-
-        train, test = (getattr(datasets, kind)(root, train=part, download=download) for part in (True, False))
-        labels = [np.array(each.targets, np.int64) for each in (train, test)]
-        return Raw(train.data, labels[0], None, test.data, labels[1], tuple(train.classes))
-
-    return fetch
-
-
-def _mnist(root: Path, variant: str, download: bool) -> Raw:
-    """MNIST's images with the writers that QMNIST found for them: column 2 of its targets (n, 8)."""
-    from torchvision import datasets
-
-    train, test = (datasets.MNIST(root, train=part, download=download) for part in (True, False))
-    known = datasets.QMNIST(root, what="train", compat=False, download=download).targets
-    if not bool((known[:, 0] == train.targets).all()):
-        raise SettingsError(f"mnist: QMNIST's labels in {root} are not those of MNIST's training images")
-    groups, names = known[:, 2].numpy(), tuple(string.digits)
-    return Raw(
-        train.data.numpy(), train.targets.numpy(), groups, test.data.numpy(), test.targets.numpy(), classes=names
-    )
-
-
-def _emnist(root: Path, variant: str, download: bool) -> Raw:
-    """A split of EMNIST, upright: its files hold the images transposed. The split `letters` counts from 1."""
-    from torchvision import datasets
-
-    parts = [datasets.EMNIST(root, split=variant, train=part, download=download) for part in (True, False)]
-    shift = int(variant == "letters")
-    images = [part.data.transpose(1, 2).numpy() for part in parts]
-    labels = [part.targets.numpy() - shift for part in parts]
-    return Raw(images[0], labels[0], None, images[1], labels[1], tuple(parts[0].classes[shift:]))
-
-
-def _hub(name: str, image: str, label: str, group: str | None, test: str | None) -> Fetch:
-    """A data set of the Hugging Face hub, through flwr-datasets, by the names of its columns and test split."""
-
-    def fetch(root: Path, variant: str, download: bool) -> Raw:
-        if not download:  # its files are only known to the library
-            raise FileNotFoundError(root)
-        from common.flower import prepare
-        from common.tasks.tables import dataset_table, library
-
-        prepare()  # before flwr-datasets reads whether to report its use
-        with library():
-            from flwr_datasets import FederatedDataset
-
-            source = FederatedDataset(dataset=name, partitioners={}, shuffle=False, cache_dir=str(root))
-            parts = [source.load_split(split) for split in ("train", test) if split]
-        tables = [dataset_table(part, name) for part in parts]
-        return Raw(
-            tables[0][image],  # type: ignore[arg-type]
-            tables[0][label],  # type: ignore[arg-type]
-            None if group is None else np.array(tables[0][group], dtype=str),
-            tables[1][image] if test else None,  # type: ignore[arg-type]
-            tables[1][label] if test else None,  # type: ignore[arg-type]
-            tuple(map(str, parts[0].features[label].names)),
-        )
-
-    return fetch
-
-
-# --- the rows
-
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LETTERS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 MERGED = tuple(each for each in LETTERS if each not in "cijklmopsuvwxyz")
@@ -138,7 +64,7 @@ DATASETS = {
             "jpeg": ("cifar10/cifar10_full_jpeg.npz",),
             "subset": ("cifar10/cifar10.npz",),
         },
-        fetch=_torchvision("CIFAR10"),
+        fetch=torchvision("CIFAR10"),
         fetched=("full",),
         about="170 MB by torchvision",
         originals="cifar-10-batches-py",
@@ -149,7 +75,7 @@ DATASETS = {
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
         places={"full": ("cifar100/cifar100_full.npz",), "jpeg": ("cifar100/cifar100_full_jpeg.npz",)},
-        fetch=_torchvision("CIFAR100"),
+        fetch=torchvision("CIFAR100"),
         fetched=("full",),
         about="170 MB by torchvision",
         originals="cifar-100-python",
@@ -160,7 +86,7 @@ DATASETS = {
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
         places={"full": ("tinyimagenet/tinyimagenet.npz", "tiny-imagenet-200", "tinyimagenet")},
-        fetch=_hub("zh-plus/tiny-imagenet", "image", "label", None, "valid"),
+        fetch=hub("zh-plus/tiny-imagenet", "image", "label", None, "valid"),
         fetched=("full",),
         about="zh-plus/tiny-imagenet, 150 MB by flwr-datasets",
     ),
@@ -171,7 +97,7 @@ DATASETS = {
         mean=None,
         std=None,
         places={"full": ("femnist/femnist.npz", "femnist")},
-        fetch=_hub("flwrlabs/femnist", "image", "character", "writer_id", None),
+        fetch=hub("flwrlabs/femnist", "image", "character", "writer_id", None),
         fetched=("full",),
         about="flwrlabs/femnist, 200 MB by flwr-datasets",
     ),
@@ -181,7 +107,7 @@ DATASETS = {
         mean=(0.1751,),
         std=(0.3332,),
         places={split: (f"emnist/emnist_{split}.npz",) for split in SPLITS},
-        fetch=_emnist,
+        fetch=emnist,
         fetched=SPLITS,
         about="560 MB by torchvision",
         originals="EMNIST",
@@ -198,7 +124,7 @@ DATASETS = {
         mean=(0.1307,),
         std=(0.3081,),
         places={"full": ("mnist_writers/mnist_writers.npz",)},
-        fetch=_mnist,
+        fetch=mnist,
         fetched=("full",),
         about="25 MB by torchvision (MNIST, and QMNIST for its writers)",
         originals="QMNIST",

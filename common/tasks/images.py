@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings, checked
 from common.partition import split_holdout
-from common.tasks.arrays import ImagesSettings, Pooled, agree, drawn, examples_of, find, fit, numbered, pool
+from common.tasks.arrays import ImagesSettings, Pooled, drawn, examples_of, find, fit, pool
 from common.tasks.augment import crop_flip
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification, pick
 from common.tasks.datasets import DATASETS, load
+from common.tasks.labels import agree, numbered
 from common.tasks.networks import NORMS, WIDTHS, check_network, network
 
 log = logging.getLogger("common.tasks")
@@ -193,7 +194,7 @@ class Images(Classification):
         path = find(file, f"file of client {name!r}", folders=True)
         raw, source = read(path, self.settings, self.shape), str(path)
         if (names := self.class_names) is not None:
-            agree(raw, names, source)
+            agree(raw.labels, raw.classes, names, source)
         own = examples_of(raw.inputs, numbered(raw.labels, names, source), self.settings.dtype, source)
         fit(own, self.shape, self.classes, source)
         own = pick(own, drawn(len(own), self.settings.limit, self.seed, name))
