@@ -46,6 +46,7 @@ class Case:
 
 
 CASES = {
+    "tiny": Case("tiny", 3, 20),
     "mlp-10": Case("mlp", 10, 20),
     "mlp-50": Case("mlp", 50, 20),
     "mlp-100": Case("mlp", 100, 20),
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--strategy", default="fedavg")
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES)[1:])
     options = parser.parse_args(arguments)
     columns = "threads", "one by one, s", "cohort, s", "ratio", "together", "max diff"
     print("| " + " | ".join([options.strategy, *columns]) + " |")
