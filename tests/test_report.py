@@ -139,6 +139,15 @@ def test_heat_maps_sort_by_the_last_value_and_average_neighbors() -> None:
     np.testing.assert_allclose(columns, [[2.0, 5.0]])
 
 
+def test_a_diverged_seed_is_no_number(tmp_path: Path) -> None:
+    """Nor left out: the cell says of how many runs the score is not finite."""
+    write_run(tmp_path / "a", [0.1, 0.2], seed=0)
+    write_run(tmp_path / "b", [record(1, 0.3), record(2, NAN)], seed=1)
+    (row,) = rows_of(contents.summary(groups_of(tmp_path), Options()))
+    assert row["accuracy (last 5)"] == "not finite: 1 of 2"
+    assert row["best"] == "0.2500 ± 0.0707"
+
+
 # --- runs and groups
 
 

@@ -146,7 +146,7 @@ def test_charts_have_size_and_words(seen: Seen) -> None:
     names = seen.page.eval_on_selector_all("figure svg", "all => all.map(one => one.getAttribute('aria-label'))")
     assert all(names)
     assert any("FedAvg (alpha = 0.1) ends at 0.81" in name for name in names)
-    assert seen.page.locator("#curves figure svg text", has_text="MB sent").first.is_visible()
+    assert seen.page.locator("#curves figure svg text", has_text="kB sent").first.is_visible()
     drawn = seen.page.locator('#curves figure >> nth=0 >> [data-series="0"] path')
     assert drawn.first.bounding_box()["width"] > 100
 

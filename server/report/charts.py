@@ -31,9 +31,7 @@ CHART_POINTS = 8000
 """Points of all curves of a chart together."""
 
 GREY = "#b8b8b8"
-MEGABYTE = 1e6
-UNITS = {"round": ("round", 1.0), "bytes": ("MB sent, down and up", MEGABYTE), "seconds": ("seconds", 1.0)}
-UNITS |= {"clock": ("simulated seconds", 1.0)}
+AXES = {"round": "round", "bytes": "{} sent, down and up", "seconds": "seconds", "clock": "simulated seconds"}
 
 NAMES = {"worst": "accuracy of the worst client", "p10": "accuracy, 10th percentile of clients"}
 
@@ -89,22 +87,34 @@ def curves(
         return ""
     figure = _figure(4.7, 3.1)
     axes = figure.subplots()
+    unit, scale = _unit(max(float(np.nanmax(band.x)) for _, band in bands)) if axis == "bytes" else ("", 1.0)
+    label = AXES[axis].format(unit)
     points = max(40, min(POINTS, CHART_POINTS // len(bands)))
     for one, band in sorted(bands, key=lambda pair: style[pair[0].number].colored):
-        _curve(axes, band, style[one.number], UNITS[axis][1], points)
+        _curve(axes, band, style[one.number], scale, points)
     low, high = axes.get_ylim()
     for target in targets:
         if low <= target <= high:
             axes.axhline(target, color="#666666", linewidth=0.8, linestyle=":")
     if metric.startswith("distance") and _positive(bands):
         axes.set_yscale("log")
-    axes.set(xlabel=UNITS[axis][0], ylabel=NAMES.get(metric, metric))
+    axes.set(xlabel=label, ylabel=NAMES.get(metric, metric))
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     ends = "; ".join(f"{one.label} ends at {_last(band):.4g}" for one, band in bands[:DRAWN])
-    return svg(figure, f"{NAMES.get(metric, metric)} against {UNITS[axis][0]}: {ends}")
+    return svg(figure, f"{NAMES.get(metric, metric)} against {label}: {ends}")
+
+
+def _unit(most: float) -> tuple[str, float]:
+    """The unit of an axis of bytes that goes up to `most`."""
+    scale = 1.0
+    for unit in ("B", "kB", "MB", "GB"):
+        if most < 1000 * scale:
+            return unit, scale
+        scale *= 1000
+    return "TB", scale
 
 
 def _positive(bands: Sequence[tuple[Group, Band]]) -> bool:

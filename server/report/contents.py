@@ -11,7 +11,7 @@ from typing import Any
 from server.display import size
 from server.report.groups import Group, point
 from server.report.runs import SOURCES
-from server.report.scores import Reach
+from server.report.scores import Reach, final
 from server.report.tables import BOUND, DASH, Cell, Table, bold_best, byte_count, count, plain, spread
 
 WHOSE = {
@@ -39,16 +39,16 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
         "group": _name,
         "seeds": lambda one: Cell(one.count, len(one.used)),
         "rounds": lambda one: _range([run.done for run in one.used]),
-        named: lambda one: _whose(one, spread(one.final("accuracy", window))),
-        "last accuracy": lambda one: _whose(one, spread(one.final("accuracy", 1))) if window > 1 else Cell(DASH),
+        named: lambda one: _whose(one, _final(one, "accuracy", window)),
+        "last accuracy": lambda one: _whose(one, _final(one, "accuracy", 1)) if window > 1 else Cell(DASH),
         "best": lambda one: spread(one.best("accuracy")),
-        "worst client": lambda one: spread(one.final("worst", window)),
-        "10th percentile": lambda one: spread(one.final("p10", window)),
-        "loss": lambda one: spread(one.final("loss", window)),
-        "train loss": lambda one: spread(one.final("train loss", window)),
+        "worst client": lambda one: _final(one, "worst", window),
+        "10th percentile": lambda one: _final(one, "p10", window),
+        "loss": lambda one: _final(one, "loss", window),
+        "train loss": lambda one: _final(one, "train loss", window),
     }
     for name in own_metrics(groups):
-        columns[name] = lambda one, name=name: spread(one.final(name, window), "{:.4g}")  # type: ignore[misc]
+        columns[name] = lambda one, name=name: _final(one, name, window, "{:.4g}")  # type: ignore[misc]
     columns |= {
         "drift": lambda one: spread(one.mean("drift"), "{:.3f}"),
         "bytes": lambda one: byte_count(one.total("bytes")),
@@ -70,6 +70,15 @@ def accuracy_column(options: Options) -> str:
 
 def _name(one: Group) -> Cell:
     return Cell(one.label + ("" if one.complete else " †"))
+
+
+def _final(one: Group, metric: str, window: int, pattern: str = "{:.4f}") -> Cell:
+    """The final score; of how many runs it is not finite, if of any."""
+    mean = one.final(metric, window)
+    if mean is None and one.has(metric):
+        scores = [final(run.metrics[metric].values, window) for run in one.used]
+        return Cell(f"not finite: {sum(map(math.isnan, scores))} of {len(scores)}")
+    return spread(mean, pattern)
 
 
 def _whose(one: Group, cell: Cell) -> Cell:
@@ -172,9 +181,7 @@ def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
             rows = bold_best(rows, column, largest)
         return Table(f"{title} by variant and point", ["variant", *map(point, points)], rows)
 
-    tables = [
-        table(accuracy_column(options).capitalize(), lambda one: spread(one.final("accuracy", options.window)), True)
-    ]
+    tables = [table(accuracy_column(options).capitalize(), lambda one: _final(one, "accuracy", options.window), True)]
     if not any(one.has("accuracy") for one in groups):
         return []
     for target in options.targets:

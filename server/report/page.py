@@ -80,10 +80,10 @@ def _lead(groups: Sequence[Group], all_: Sequence[Run], options: Options) -> str
     words += [f"task{'s' if len(tasks) > 1 else ''} {', '.join(tasks)}"] if tasks else []
     lead = f"<p class=lead>{html.escape('; '.join(words))}.</p>"
     if left := [run for run in all_ if not run.complete]:
-        verb = "run did" if len(left) == 1 else "runs did"
+        enter = "enters" if len(left) == 1 else "enter"
         lead += (
-            f"<p class=warning role=note><b>{len(left)} {verb} not come to an end</b> and enter no mean: "
-            '<a href="#unfinished">which and why</a>.</p>'
+            f"<p class=warning role=note><b>{plural(len(left), 'run')} did not come to an end</b> and {enter} no mean "
+            'beside finished ones: <a href="#unfinished">which and why</a>.</p>'
         )
     return lead
 

@@ -92,7 +92,7 @@ def curves(groups: Sequence[Group], options: Options, style: dict[int, Style]) -
         inner = ""
         for metric in metrics:
             targets = options.targets if metric == "accuracy" else ()
-            figures = [charts.curves(members, metric, axis, style, targets) for axis in charts.UNITS]
+            figures = [charts.curves(members, metric, axis, style, targets) for axis in charts.AXES]
             inner += _figures(figures, metric)
         if inner:
             drawn += (f"<h3>{html.escape(name)}</h3>" if name else "") + inner
