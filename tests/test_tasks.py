@@ -57,9 +57,7 @@ def test_importing_the_registry_loads_no_data_library() -> None:
 
 
 def test_an_unknown_task_names_the_allowed() -> None:
-    with pytest.raises(
-        SettingsError, match=r"task.name: 'digit' is unknown; allowed: .*cifar10, .*digits, .*npz, package"
-    ):
+    with pytest.raises(SettingsError, match=r"task.name: 'digit' is unknown; allowed: .*cifar10, .*npz, package"):
         create(name="digit")
 
 
