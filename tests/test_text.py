@@ -321,9 +321,16 @@ except SettingsError as error:
 REFUSED = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 
 
-@pytest.mark.parametrize(
-    "network", [{"HF_HUB_OFFLINE": "1"}, pytest.param(REFUSED, marks=pytest.mark.slow)], ids=["offline", "refused"]
-)
+def test_without_the_hub_the_places_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDKEEL_DATA", str(tmp_path))
+    monkeypatch.setattr("common.tasks.hub.reachable", lambda: False)
+    where = rf"data set 'qqp': no folder {tmp_path}/qqp, and nyu-mll/glue \(qqp\) cannot be had .* or its cache /"
+    with pytest.raises(SettingsError, match=where):
+        create("qqp").names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, REFUSED], ids=["offline", "refused"])
 def test_offline_ends_soon_and_says_where_it_looked(tmp_path: Path, network: dict[str, str]) -> None:
     given = {k: v for k, v in os.environ.items() if k != "FEDKEEL_DATA"}
     given |= {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **network}
@@ -385,7 +392,7 @@ def test_the_bag_learns_real_texts(name: str, least: float, tmp_path: Path) -> N
         {
             "name": name,
             "rounds": 4,
-            "task": {"name": name, "length": 48, "limit": 6000},
+            "task": {"name": name, "length": 48, "limit": 6000, "vocabulary": 4096},
             "partition": {"kind": "dirichlet", "alpha": 1.0, "clients": 8},
             "local": {"optimizer": "adam", "lr": 0.03},
             "evaluate": {"every": 4},
@@ -396,6 +403,7 @@ def test_the_bag_learns_real_texts(name: str, least: float, tmp_path: Path) -> N
     assert record["dropped"] == {}
 
 
+@pytest.mark.slow
 def test_tasks_are_functions_of_the_settings_and_the_seed(tmp_path: Path) -> None:
     """Another process with another hash seed finds the same tokens, plan and test set."""
     jsonl(tmp_path / "train.jsonl", MAIL)
