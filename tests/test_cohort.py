@@ -25,7 +25,6 @@ from server.app import run
 from server.folder import RunFolder
 from server.inprocess import CohortGrid, InProcessGrid, grid
 from strategies import REGISTRY
-from tests.helpers import ON_DIGITS
 from tests.today import drawn
 
 History = list[dict[str, Any]]
@@ -75,9 +74,10 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 def on_digits(algorithm: str, model: str) -> Experiment:
-    own = ON_DIGITS.get(algorithm, "")
-    other = 'task.model = "cnn"\ntask.width = 4' if model == "cnn" and not own else own
-    return Experiment.parse(f'{DIGITS}strategy.name = "{algorithm}"\n{other}\n')
+    """Four clients of digits; FedBN needs BatchNorm, pFedAFM two extractors."""
+    task = {"fedbn": "cnn", "pfedafm": "mlp"}.get(algorithm, model)
+    other = "task.extractor = 4" if algorithm == "pfedafm" else "task.width = 4"
+    return Experiment.parse(f'{DIGITS}strategy.name = "{algorithm}"\ntask.model = "{task}"\n{other}\n')
 
 
 TODAY = {"scaffold", "fedbn", "mime", *drawn(list(REGISTRY), 3, "cohort")}
