@@ -116,7 +116,7 @@ def _own(pattern: str | None, name: str) -> str:
 
 def _existing(option: str, path: str) -> str:
     if path and not Path(path).exists():
-        raise SettingsError(f"{option}: there is no file {path!r}")
+        raise SettingsError(f"{option}: there is no file or folder {path!r}")
     return str(Path(path).resolve()) if path else ""
 
 

@@ -218,10 +218,16 @@ def _memory(folder: Path, homes: Sequence[Path]) -> Iterator[Check]:
 def _data(path: Path) -> Iterator[Check]:
     if not path.exists():
         yield Check(
-            "data", False, f"there is no {path}", "--data names this site's file; {name} in it is the site's name"
+            "data",
+            False,
+            f"there is no {path}",
+            "--data names this site's file or folder; {name} in it is the site's name",
         )
     elif path.suffix == ".npz":
         yield from _npz(path)
+    elif path.is_dir():
+        count = sum(1 for _ in path.iterdir())
+        yield Check("data", True, f"{path} is a folder of {count} entries; its content is the task's affair")
     else:
         with path.open("rb") as file:
             file.read(1)

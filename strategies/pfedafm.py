@@ -32,7 +32,7 @@ class PFedAFM(FederatedStrategy):
 
     Evaluation is each client's own, with the new G (the official code: with the G that it trained against). There is
     no global model: G's own head, which the official code has, is never trained. Needs a `common.mixture.Mixture`:
-    tasks digits and npz make one with task.extractor. F_i may differ from process to process, as the model's layout
+    task digits and those on images make one with task.extractor. F_i may differ from process to process, as the model's layout
     counts only what is shared; clients of one process have one architecture.
     """
 
@@ -66,5 +66,5 @@ class PFedAFM(FederatedStrategy):
         if not isinstance(model, Mixture):
             raise SettingsError(
                 f"strategy.name = 'pfedafm' needs a model of two extractors, common.mixture.Mixture, not "
-                f"{type(model).__name__}; tasks 'digits' and 'npz' make one with task.extractor"
+                f"{type(model).__name__}; 'digits' and the tasks on images make one with task.extractor"
             )

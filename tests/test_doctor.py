@@ -576,6 +576,10 @@ def test_data_files_of_all_wrong_kinds(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("1,2")
     assert ask().ok
+    path = tmp_path / "images"
+    path.mkdir()
+    (path / "cat").mkdir()
+    assert ask().detail == f"{path} is a folder of 1 entries; its content is the task's affair"
 
 
 def test_a_device_that_is_not_there() -> None:
