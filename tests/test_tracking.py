@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -335,6 +336,23 @@ def test_an_mlflow_run_that_is_gone_is_begun_anew(tmp_path: Path, monkeypatch: p
     client = MlflowClient(f"sqlite:///{tmp_path}/b.db")
     (found,) = client.search_runs([client.get_experiment_by_name("fedkeel").experiment_id])
     assert [m.step for m in client.get_metric_history(found.info.run_id, "round/accepted")] == [2]
+
+
+@pytest.mark.slow
+def test_cells_that_begin_together_share_a_new_store(tmp_path: Path) -> None:
+    """Two processes at the first use of one SQLite file: both runs are there. (Unguarded, its tables break.)"""
+    code = (
+        "import os, sys; from common import flower; flower.prepare()\n"
+        "from pathlib import Path; from tests.test_tracking import ran, small\n"
+        "_, said = ran(Path(sys.argv[1]), small('mlflow', rounds=1)); assert not said, said"
+    )
+    root, uri = Path(__file__).resolve().parents[1], f"sqlite:///{tmp_path}/new.db"
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / name)], cwd=root, env=environment)
+        for name in ("a", "b")
+    ]
+    assert [each.wait(120) for each in both] == [0, 0]
 
 
 @THEIRS

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,19 @@ class MLflow(Tracker):
         """Find or create the run."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
         from mlflow.entities import Metric, Param, RunTag
-        from mlflow.tracking import MlflowClient
+        from mlflow.tracking import MlflowClient, get_tracking_uri
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._metric, self._tag = Metric, RunTag
         self._folder, self._model, self._sha256 = folder, experiment.tracking.model, ""
-        self._client: Any = MlflowClient()
-        run = self._earlier(folder)
+        with _alone(get_tracking_uri()):
+            self._client: Any = MlflowClient()
+            run = self._earlier(folder)
+            project = self._experiment(place(experiment, folder).project)
         if run is None:
             where = place(experiment, folder)
             tags = where.tags | {"group": where.group, "identity": experiment.identity}
-            run = self._client.create_run(self._experiment(where.project), run_name=where.name, tags=tags)
+            run = self._client.create_run(project, run_name=where.name, tags=tags)
             write_atomically(folder / RUN_ID, f"{run.info.run_id}\n".encode())
         self._run = run.info.run_id
         self._last = max((m.step for m in self._client.get_metric_history(self._run, "round/accepted")), default=0)
@@ -104,6 +109,18 @@ class MLflow(Tracker):
                 self._client.log_artifact(self._run, str(self._folder / MODEL))
         finally:
             self._client.set_terminated(self._run, STATES[status])
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Cells that begin together would all make the tables of a new SQLite file, and break it: one after the other."""
+    file = uri.removeprefix("sqlite:///")
+    if file == uri or not file:
+        yield
+        return
+    with open(f"{file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _name(key: str) -> str:
