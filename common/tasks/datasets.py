@@ -168,9 +168,9 @@ def load(name: str, variant: str, settings: ImagesSettings) -> tuple[Raw, str]:
 
 
 def _read(place: Path, settings: ImagesSettings, shape: tuple[int, ...]) -> Raw:
-    from common.tasks.files import read
+    from common.tasks.files import read_pooled
 
-    raw = read(place, settings, shape)
+    raw = read_pooled(place, settings, shape)
     names = raw.classes if isinstance(raw.classes, tuple) else None
     labels = [numbered(each, names, str(place)) for each in (raw.labels, raw.test_labels)]
     return replace(raw, labels=labels[0], test_labels=labels[1])

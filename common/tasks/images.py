@@ -118,10 +118,10 @@ class Images(Classification):
         if given.file is None:
             raw, place = load(self.name, self.variant, given)
         else:
-            from common.tasks.files import read
+            from common.tasks.files import read_pooled
 
             path = find(given.file, "task.file", folders=True)
-            raw, place = read(path, given, self._shape), str(path)
+            raw, place = read_pooled(path, given, self._shape), str(path)
         log.info("%s: %s", self.name, place)
         names = self._given if isinstance(self._given, tuple) else None
         held = pool(raw, given, names, place, self.seed)

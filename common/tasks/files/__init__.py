@@ -6,9 +6,30 @@ from pathlib import Path
 
 from common.errors import SettingsError
 from common.tasks.arrays import ImagesSettings, Raw, read_npz
+from common.tasks.files.cache import stamp
 from common.tasks.files.folder import read_folder
 from common.tasks.files.table import holds_tables, read_rows
 from common.tasks.tables import ENDINGS
+
+
+_READS = {"inputs", "labels", "groups", "test_inputs", "test_labels"}
+"""Settings that decide what is read of an .npz archive."""
+
+_last: tuple[str, Raw] | None = None
+
+
+def read_pooled(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None = None) -> Raw:
+    """As `read`, for a pooled source: server and clients of a simulation, and one run after the other in a comparison,
+    read the same archive in one process. The last one is held; its arrays are read-only by custom, as all examples are.
+    """
+    global _last
+    if path.suffix != ".npz" or not path.is_file():
+        return read(path, settings, shape)
+    key = f"{stamp(path)} {settings.model_dump_json(include=_READS)}"
+    if _last is None or _last[0] != key:
+        _last = None  # never two of them in memory
+        _last = key, read(path, settings, shape)
+    return _last[1]
 
 
 def read(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None = None) -> Raw:
