@@ -53,8 +53,8 @@ def test_algorithm_table_counts_what_is_sent(name: str) -> None:
 def test_dependency_table_is_the_project_file() -> None:
     """Every dependency has its reason, and no other."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["dev"]
-    names = {re.split(r"[>=<]", line)[0] for line in declared}
+    declared = sum(project["optional-dependencies"].values(), project["dependencies"])
+    names = {re.split(r"[>=<]", line)[0] for line in declared if not line.startswith("fedkeel[")}
     assert {name.strip() for cells in rows("Dependencies") for name in cells[0].split(",")} == names
 
 
@@ -142,3 +142,17 @@ def test_contributing_leads_to_an_algorithm(tmp_path: Path, monkeypatch: pytest.
     assert weights[0] == weights[1]
     with pytest.raises(SettingsError, match=r"'yours' has no meaning with local.optimizer = 'adam'"):
         create(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))
+
+
+def test_contributing_leads_to_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of "Add a task", followed: its code learns what it says, under the name that it says."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Add a task\n")[1].split("\n## ")[0]
+    (tmp_path / "moons.py").write_text(text.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    given = re.search(r'`(task.name = "moons:task")`, `(task.noise = 0.2)`', text)
+    assert given
+    local = "local.lr = 0.5\nlocal.epochs = 5\nrounds = 20\npartition.clients = 4"
+    result = ran(tmp_path / "run", Experiment.parse("\n".join([*given.groups(), local])))
+    assert result.history[-1]["clients"]["accuracy"]["weighted"] > 0.9
+    with pytest.raises(SettingsError, match=r"noises = 1: unknown key; allowed here: examples, noise"):
+        ran(tmp_path / "b", Experiment.parse('task.name = "moons:task"\ntask.noises = 1'))
