@@ -32,8 +32,8 @@ class PFedAFM(FederatedStrategy):
 
     Evaluation is each client's own, with the new G (the official code: with the G that it trained against). There is
     no global model: G's own head, which the official code has, is never trained. Needs a `common.mixture.Mixture`:
-    task digits and those on images make one with task.extractor. F_i may differ from process to process, as the model's layout
-    counts only what is shared; clients of one process have one architecture.
+    task digits and those on images make one with task.extractor. F_i may differ from process to process, as the
+    model's layout counts only what is shared; clients of one process have one architecture.
     """
 
     weights: Literal["uniform", "data"] = "data"

@@ -11,7 +11,6 @@ from common.tasks.files.folder import read_folder
 from common.tasks.files.table import holds_tables, read_rows
 from common.tasks.tables import ENDINGS
 
-
 _READS = {"inputs", "labels", "groups", "test_inputs", "test_labels"}
 """Settings that decide what is read of an .npz archive."""
 
