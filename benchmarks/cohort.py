@@ -3,9 +3,9 @@
     python -m benchmarks.cohort [--threads 1 2] [--rounds 8] [--cases mlp-10 mlp-50 ...] [--strategy fedavg]
 
 Random examples, as many at each client, so that all batches of a step are alike; with "uneven" a client has 70 to 130,
-so that last batches differ. The two take turns, round blocks of each; the median over all rounds but the first of each
-block. It prints the seconds, their ratio, the share of gradients that were computed together, and the largest
-difference of the final weights.
+so that last batches differ. The two take turns, a block of rounds each; medians over all rounds but the first of each
+block. It prints seconds, their ratio, the ratio of CPU seconds (which other processes of the machine change least), the
+share of gradients that were computed together, and the largest difference of the final weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,7 @@ def experiment(case: Case, strategy: str, threads: int, rounds: int) -> Experime
 def measure(given: Experiment) -> dict[str, float]:
     """Seconds of a round both ways, share of gradients computed together, difference of the weights."""
     seconds: dict[str, list[float]] = {"sequential": [], "cohort": []}
+    busy: dict[str, list[float]] = {"sequential": [], "cohort": []}
     grids = {"sequential": InProcessGrid(app), "cohort": CohortGrid(app, answer_all)}
     weights = {}
     before = pool("cpu").together, pool("cpu").apart
@@ -126,13 +129,22 @@ def measure(given: Experiment) -> dict[str, float]:
         for block in range(BLOCKS):
             for name, grid in grids.items():
                 folder = RunFolder(Path(temporary) / f"{name}-{block}")
-                run(grid, given, folder, say=lambda text: None)
+                marks: list[float] = []
+                run(
+                    grid,
+                    given,
+                    folder,
+                    say=lambda text: None,
+                    show=lambda record, marks=marks: marks.append(time.process_time()),
+                )
+                busy[name] += [after - before for before, after in pairwise(marks)]
                 seconds[name] += [record["seconds"]["total"] for record in folder.history()[1:]]
                 weights[name] = load_file(folder.path / "model.safetensors")
     together, apart = pool("cpu").together - before[0], pool("cpu").apart - before[1]
     pairs = zip(weights["sequential"].values(), weights["cohort"].values(), strict=True)
     return {
         **{name: statistics.median(values) for name, values in seconds.items()},
+        "busy": statistics.median(busy["cohort"]) / statistics.median(busy["sequential"]),
         "together": together / max(1, together + apart),
         "difference": max(float((a - b).abs().max()) for a, b in pairs),
     }
@@ -146,14 +158,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strategy", default="fedavg")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES)[1:])
     options = parser.parse_args(arguments)
-    columns = "threads", "one by one, s", "cohort, s", "ratio", "together", "max diff"
+    columns = "threads", "one by one, s", "cohort, s", "ratio", "CPU", "together", "max diff"
     print("| " + " | ".join([options.strategy, *columns]) + " |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in options.cases:
         for threads in options.threads:
             got = measure(experiment(CASES[name], options.strategy, threads, options.rounds))
             ratio = got["cohort"] / got["sequential"]
-            times = f"{got['sequential']:.3f} | {got['cohort']:.3f} | {ratio:.2f}"
+            times = f"{got['sequential']:.3f} | {got['cohort']:.3f} | {ratio:.2f} | {got['busy']:.2f}"
             print(f"| {name} | {threads} | {times} | {got['together']:.0%} | {got['difference']:.0e} |", flush=True)
 
 

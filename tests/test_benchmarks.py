@@ -14,7 +14,7 @@ def test_cohort(capsys: pytest.CaptureFixture[str]) -> None:
     """A table with a row for each case and number of threads; equal clients are always together."""
     cohort.main(["--cases", "tiny", "--threads", "1", "--rounds", "2"])
     header, rule, row = capsys.readouterr().out.splitlines()
-    assert header.count("|") == rule.count("|") == row.count("|") == 8
+    assert header.count("|") == rule.count("|") == row.count("|") == 9
     assert row.startswith("| tiny | 1 | ")
     assert row.split(" | ")[-2] == "100%"
 
