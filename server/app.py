@@ -92,6 +92,8 @@ def run(
     with folder.open(resume):
         try:
             folder.set_status("starting", rounds=experiment.rounds)
+            if caution := getattr(grid, "caution", ""):
+                told(caution)
             torch.set_num_threads(experiment.local.threads)
             prepared = prepare(experiment)
             bound_replies(prepared)

@@ -29,6 +29,9 @@ class InProcessGrid(Grid):
     Client memory lies in a folder, or in "ram", where it ends with the process.
     """
 
+    caution = ""
+    """What a run on this grid has to say of itself."""
+
     def __init__(self, app: ClientApp, device: str = "cpu", memory: str = "ram") -> None:
         self._identify()
         self._app = app
@@ -104,6 +107,7 @@ class CohortGrid(InProcessGrid):
         self, app: ClientApp, together: Together, most: int = 0, device: str = "cpu", memory: str = "ram"
     ) -> None:
         super().__init__(app, device, memory)
+        self.caution = "cohort mode: weights are those of one client after the other to rounding, not bit for bit"
         self._together, self._most = together, most
         self._done: dict[str, Message] = {}
 

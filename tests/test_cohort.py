@@ -120,6 +120,7 @@ def test_equal_clients_are_always_together(tmp_path: Path) -> None:
     node = pool("cpu")
     together, apart = node.together, node.apart
     trained(experiment("plain"), tmp_path, 0)
+    assert any(note.startswith("cohort mode: weights are") for note in RunFolder(tmp_path / "0").notes())
     assert (node.together - together, node.apart - apart) == (48, 0)
 
 

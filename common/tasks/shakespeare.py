@@ -184,12 +184,12 @@ class Shakespeare(Classification):
         logits, targets = self._predicted(model, batch)
         return functional.cross_entropy(logits, targets)
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
         """Sums over the windows of the mean over a window's predictions: cross entropy (nats) and right answers."""
         logits, targets = self._predicted(model, batch)
         weight = len(batch[1]) / max(1, len(targets))
-        loss = functional.cross_entropy(logits, targets, reduction="sum").item()
-        return {"loss": loss * weight, "accuracy": float((logits.argmax(1) == targets).sum()) * weight}
+        loss = functional.cross_entropy(logits, targets, reduction="sum").detach()
+        return {"loss": loss * weight, "accuracy": (logits.argmax(1) == targets).sum() * weight}
 
     def _predicted(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits (m, 80) and characters (m,) of all predictions."""
