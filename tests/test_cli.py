@@ -95,7 +95,10 @@ WRONG = {
         "'soap' or 'muon'",
     ),
     'server.optimizer = "sdg"': ("server.optimizer = 'sdg': Input should be 'sgd', 'momentum'",),
-    'task.name = "digit"': ("task.name: 'digit' is unknown; allowed: digits, npz, package.module:function, quadratic",),
+    'task.name = "digit"': (
+        "task.name: 'digit' is unknown; allowed: 20news, agnews, cifar10, ",
+        "package.module:function",
+    ),
     'compression.up = "zip"': ("compression.up = 'zip': Input should be 'none'",),
     # pairs without meaning
     'strategy.name = "fednova"\nlocal.optimizer = "adam"': ("'fednova'", "local.optimizer = 'adam'", "allowed: 'sgd'"),

@@ -178,5 +178,5 @@ def test_the_image_installs_the_projects_dependencies(tmp_path: Path, torch: str
     pins = (tmp_path / "constraints.txt").read_text("utf-8").splitlines()
     vision = PROJECT["project"]["optional-dependencies"]["vision"]
     assert wanted == PROJECT["project"]["dependencies"] + (vision if extras else [])
-    of_torch = [pin for pin in PINS if re.match(r"(torch|triton|nvidia-\S+|cuda-\S+)==", pin)]
+    of_torch = [pin for pin in PINS if re.match(r"(torch|torchvision|triton|nvidia-\S+|cuda-\S+)==", pin)]
     assert pins == [pin for pin in PINS if chosen == pinned or pin not in of_torch]

@@ -350,7 +350,7 @@ def test_a_model_of_one_extractor_is_refused() -> None:
         prepare(Experiment.parse('strategy.name = "pfedafm"'))
     assert str(error.value) == (
         "strategy.name = 'pfedafm' needs a model of two extractors, common.mixture.Mixture, not Sequential; "
-        "tasks 'digits' and 'npz' make one with task.extractor"
+        "'digits' and the tasks on images make one with task.extractor"
     )
 
 
