@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from common import plans
 from server import fairness
 from server.compare import Comparison
-from server.plan import Cell, Plan, rows
+from server.plan import Cell, Plan, Tuning, rows
 from server.pool import LOG, Pool, ProcessPool, RayPool
 from server.progress import Progress
 from server.standings import Result, Standing
@@ -73,13 +73,15 @@ def _rounds(cells: Sequence[Cell]) -> int:
 
 
 def summary(result: Result) -> str:
-    """What a comparison says at its end: accuracy of each row over its seeds, fairness, cells that failed."""
+    """What a comparison says at its end: each row's score over its seeds (the mean of the last evaluations, as in the
+    report), fairness, cells that failed."""
     groups: dict[str, list[Standing]] = {}
     for standing in result.standings:
         if standing.cell.stage == "final":
             groups.setdefault(standing.cell.folder.rpartition("/")[0], []).append(standing)
     width = max(map(len, groups), default=0)
-    lines = [f"{slug:<{width}}  {_score(group)}" for slug, group in groups.items()]
+    lines = [f"accuracy: mean of the last {Tuning().window} evaluations ± deviation over seeds"]
+    lines += [f"{slug:<{width}}  {_score(group)}" for slug, group in groups.items()]
     lines += fairness.lines(result.fairness)
     if result.failed:
         lines.append(f"{len(result.failed)} of {len(result.standings)} cells failed:")
@@ -90,7 +92,7 @@ def summary(result: Result) -> str:
 
 def _score(group: Sequence[Standing]) -> str:
     done = [each for each in group if each.status == "finished"]
-    values = [each.follower.accuracy for each in done if each.follower.accuracy is not None]
+    values = [fmean(each.follower.recent) for each in done if each.follower.recent]
     deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
     reached = f"accuracy {fmean(values):.4f}{deviation}, " if values else ""
     tuned = done[0].cell.tuned if done else {}

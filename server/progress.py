@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from server.display import headline
 from server.folder import HISTORY
+from server.plan import Tuning
 
 LINES_EVERY_S = 30.0
 
@@ -29,6 +31,8 @@ class Follower:
         self.round = 0
         self.seconds = 0.0
         self.accuracy: float | None = None
+        self.recent: deque[float] = deque(maxlen=Tuning().window)
+        """The last accuracies, of whose mean a run's score is made."""
         self._at = 0
 
     def look(self) -> Follower:
@@ -36,6 +40,7 @@ class Follower:
         with suppress(OSError):
             if self._path.stat().st_size < self._at:
                 self.round, self.seconds, self._at = 0, 0.0, 0
+                self.recent.clear()
             with self._path.open("rb") as file:
                 file.seek(self._at)
                 for line in file:
@@ -52,6 +57,7 @@ class Follower:
             self.seconds += record["seconds"]["total"]
             if (accuracy := headline(record, "accuracy")) is not None:
                 self.accuracy = accuracy
+                self.recent.append(accuracy)
 
 
 def remaining_s(left: Iterable[tuple[str, int]], seen: Iterable[tuple[str, int, float]], workers: int) -> float | None:

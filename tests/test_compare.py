@@ -443,6 +443,7 @@ def test_a_history_is_followed_as_it_grows() -> None:
     assert (follower.look().round, follower.seconds, follower.accuracy) == (1, 2.0, 0.5)
     path.write_text(line + line.replace("1", "2").replace("0.5", "0.75"))
     assert (follower.look().round, follower.seconds, follower.accuracy) == (2, 4.0, 0.75)
+    assert list(follower.recent) == [0.5, 0.75]
     path.write_text(line)
     assert (follower.look().round, follower.seconds) == (1, 2.0)
 
