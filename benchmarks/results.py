@@ -35,7 +35,8 @@ def keep(plan: Path, log: Path) -> Path:
         tables = Path(temporary)
         write([plan], [], tables / "page.html", tables=tables)
         for name in ("report.md", "summary.csv", "targets.csv"):
-            shutil.copy(tables / name, target / name)
+            text = (tables / name).read_text("utf-8")
+            (target / name).write_text(text.replace(str(plan.parent), "runs"), "utf-8")
         history = pd.read_parquet(tables / "history.parquet")
     final = history[history["stage"] == "final"]
     final.loc[final["accuracy"].notna(), list(CURVES)].to_csv(target / "curves.csv", index=False, float_format="%.6g")
