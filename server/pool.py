@@ -154,7 +154,8 @@ class RayPool:
 
         ray: Any = import_module("ray")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-        variables |= {key: value for key, value in os.environ.items() if key.startswith(("FEDKEEL_DATA", "FLWR_"))}
+        passed = ("FEDKEEL_DATA", "FEDKEEL_CACHE", "FLWR_", "HF_HOME", "HF_HUB_OFFLINE")  # no keys: Ray shows them
+        variables |= {key: value for key, value in os.environ.items() if key.startswith(passed)}
         options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
         before = signal.getsignal(signal.SIGTERM)

@@ -169,7 +169,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
         for key, summary in (record.get(group) or {}).items():
             for kind in ("weighted", "mean", "worst"):
                 yield f"{group}/{key}/{kind}", float(summary[kind])
-    for key in ("bytes_down", "bytes_up", "lr", "drift"):
+    for key in ("bytes_down", "bytes_up", "lr", "drift", "clock"):
         if record.get(key) is not None:
             yield f"round/{key}", float(record[key])
     yield "round/accepted", float(len(record["accepted"]))
