@@ -23,6 +23,7 @@ from common.tasks.labels import agree, numbered
 from common.tasks.networks import NORMS, WIDTHS, check_network, network
 
 log = logging.getLogger("common.tasks")
+_told: set[str] = set()
 
 
 class Images(Classification):
@@ -122,7 +123,9 @@ class Images(Classification):
 
             path = find(given.file, "task.file", folders=True)
             raw, place = read_pooled(path, given, self._shape), str(path)
-        log.info("%s: %s", self.name, place)
+        if place not in _told:  # once a process, however many runs it makes
+            _told.add(place)
+            log.info("%s: %s", self.name, place)
         names = self._given if isinstance(self._given, tuple) else None
         held = pool(raw, given, names, place, self.seed)
         if self.source is not None:
