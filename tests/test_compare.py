@@ -506,9 +506,15 @@ def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
         assert hashes() == wanted
 
 
+HEEDING = (
+    "import runpy, signal; signal.signal(2, signal.default_int_handler); runpy.run_module('server', {}, '__main__')"
+)
+"""As `-m server`: what a script runs in the background has SIGINT ignored, and its children inherit that."""
+
+
 def started(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "server", "compare", "plan.toml", "--run-dir", "folder", *words],
+        [sys.executable, "-c", HEEDING, "compare", "plan.toml", "--run-dir", "folder", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
