@@ -2,8 +2,8 @@
 
 Client i of N, counted from 1, with the strength s of `partition.shift_strength`:
 
-    noise       x + N(0, (s i/N)^2) in units of [0, 1], as NIID-Bench's feature skew (arXiv 2102.02079, 4.3). (Its text
-                calls s i/N the variance; its code takes it as the standard deviation, as here.)
+    noise       x + N(0, (s i/N)^2) in units of [0, 1], after NIID-Bench's feature skew (arXiv 2102.02079, 4.3), whose
+                text calls s i/N the variance; here it is the standard deviation
     rotation    by 0, 90, 180 or 270 degrees counter-clockwise, client after client in turn; exact, no strength
     brightness  x (1 - s i/N): the last one sees the least light
     contrast    m + (1 - s i/N) (x - m) with the mean m of each example

@@ -277,7 +277,7 @@ def test_what_a_site_and_a_run_do_not_agree_on_is_named(tmp_path: Path) -> None:
     assert scaled.train.inputs.shape == (12, 9, 9, 3)
 
 
-def test_names_of_classes_are_the_same_for_every_process(tmp_path: Path) -> None:
+def test_class_names_are_the_same_for_every_process(tmp_path: Path) -> None:
     """Where the experiment only counts them, a process that has read the pooled file knows no more than a site."""
     files = site_files(tmp_path)
     task = create(file=files["numbers"], shape=[8, 9, 3], classes=3)

@@ -119,7 +119,7 @@ def table(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
 def test_every_kind_of_table_gives_the_same_task(tmp_path: Path, kind: str) -> None:
     """30 texts in 3 classes over 2 clients: 15 each, floor(1.5) = 1 of them for evaluation."""
     task = create(file=str(table(tmp_path, kind, MAIL)))
-    assert task.names_of_classes == ["0", "1", "2"]
+    assert task.class_names == ["0", "1", "2"]
     pool = task.pool()
     assert pool.inputs.shape == (30, 8)
     assert known(pool.inputs[4]) == [bucket("buy"), bucket("1")]
@@ -143,7 +143,7 @@ def test_a_folder_with_a_test_part_has_a_central_test_set(tmp_path: Path) -> Non
 def test_labels_as_text_are_sorted_or_named(tmp_path: Path) -> None:
     rows = [{"text": "x", "label": name} for name in (*NAMES, "sport")]
     file = str(jsonl(tmp_path / "a.jsonl", rows))
-    assert create(file=file).names_of_classes == ["art", "sport"]
+    assert create(file=file).class_names == ["art", "sport"]
     assert create(file=file).pool().targets.tolist() == [1, 0, 1]
     assert create(file=file, classes=[*NAMES, "war"]).pool().targets.tolist() == [0, 1, 0]
 

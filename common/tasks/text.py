@@ -82,7 +82,7 @@ class Text(Classification):
     def __init__(self, options: dict[str, Any], partition: PartitionSettings, seed: int) -> None:
         self.settings = checked(self.kind, options, "[task]")
         super().__init__(partition, seed, self.settings.dtype)
-        _ = self.names_of_classes  # settings errors belong to the start
+        _ = self.class_names  # settings errors belong to the start
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -133,7 +133,7 @@ class Text(Classification):
 
     def _numbers(self, labels: Column, source: str) -> NDArray[np.int64]:
         """Class numbers (n,)."""
-        names, array = self.names_of_classes, np.asarray(labels)
+        names, array = self.class_names, np.asarray(labels)
         if not len(array):
             return np.zeros(0, np.int64)
         if array.dtype.kind not in "iu":
@@ -146,7 +146,7 @@ class Text(Classification):
         return array.astype(np.int64)
 
     @cached_property
-    def names_of_classes(self) -> list[str]:
+    def class_names(self) -> list[str]:
         """The classes by number; those of a file without names are called by their numbers."""
         if self.corpus is not None:
             return [str(i) for i in range(self.corpus.classes)]
@@ -228,7 +228,7 @@ class Text(Classification):
 
     def model(self) -> nn.Module:
         """Logits (b, classes) from tokens."""
-        return text_model(self.settings, len(self.names_of_classes), self.encoder.vocabulary).to(self.dtype)
+        return text_model(self.settings, len(self.class_names), self.encoder.vocabulary).to(self.dtype)
 
     def output_layer(self, model: nn.Module) -> nn.Module | None:
         """The linear layer `score`."""
