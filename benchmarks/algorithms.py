@@ -41,7 +41,7 @@ from client.work import LocalWork
 from common import flower
 from common.experiment import Experiment
 from common.mixture import Mixture
-from common.tasks.classification import cnn
+from common.tasks.networks import cnn
 from server.folder import RunFolder
 from server.inprocess import InProcessGrid
 from server.prepare import prepare

@@ -20,16 +20,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
+from benchmarks.samples import Samples
 from client.app import app
 from client.cohort import answer_all, pool
 from common.experiment import Experiment, PartitionSettings
-from common.tasks.base import ClientData, Examples, Task
-from common.tasks.classification import cnn, mlp
+from common.tasks.base import Task
+from common.tasks.networks import cnn, mlp
 from server.app import run
 from server.folder import RunFolder
 from server.inprocess import CohortGrid, InProcessGrid
@@ -69,36 +68,11 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 
-class Samples(Task):
-    """Random inputs in ten classes; 100 examples a client, or 70 to 130."""
-
-    def __init__(self, model: str, clients: int, uneven: bool) -> None:
-        self._shape, self._build = MODELS[model]
-        self._clients, self._uneven = clients, uneven
-
-    def model(self) -> nn.Module:
-        return self._build()
-
-    def names(self) -> list[str]:
-        return [str(number) for number in range(self._clients)]
-
-    def client(self, name: str, file: str | None = None) -> ClientData:
-        source = torch.Generator().manual_seed(int(name))
-        count = 70 + int(name) * 37 % 61 if self._uneven else 100
-        inputs = torch.randn(count, *self._shape, generator=source)
-        examples = Examples(inputs, torch.randint(10, (count,), generator=source))
-        return ClientData(examples, Examples(inputs[:0], examples.targets[:0]))
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
-        return {}
-
-
 def task(options: dict[str, Any], partition: PartitionSettings, seed: int) -> Task:
-    """`task.name = "benchmarks.cohort:task"`."""
-    return Samples(options["model"], partition.clients or 10, bool(options["uneven"]))
+    """`task.name = "benchmarks.cohort:task"`: 100 examples a client, or 70 to 130."""
+    shape, build = MODELS[options["model"]]
+    counts = [70 + number * 37 % 61 if options["uneven"] else 100 for number in range(partition.clients or 10)]
+    return Samples(build, shape, counts)
 
 
 def experiment(case: Case, strategy: str, threads: int, rounds: int) -> Experiment:

@@ -13,51 +13,23 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
 from benchmarks import models
 from benchmarks.round import median, resident, stock
+from benchmarks.samples import Samples
 from common.experiment import Experiment, PartitionSettings
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from server.control import ROOT
 
 ENGINES = {"resident": resident, "stock": stock}
 
 
-class Images(Task):
-    """Each client holds `examples` random images in ten classes."""
-
-    def __init__(self, build: Callable[[], nn.Module], examples: int, clients: int) -> None:
-        self._build, self._examples, self._clients = build, examples, clients
-
-    def model(self) -> nn.Module:
-        return self._build()
-
-    def names(self) -> list[str]:
-        return [str(number) for number in range(self._clients)]
-
-    def client(self, name: str, file: str | None = None) -> ClientData:
-        source = torch.Generator().manual_seed(int(name))
-        images = torch.randn(self._examples, 3, 32, 32, generator=source)
-        examples = Examples(images, torch.randint(10, (self._examples,), generator=source))
-        return ClientData(examples, Examples(images[:0], examples.targets[:0]))
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float]:
-        return {}
-
-
 def task(options: dict[str, Any], partition: PartitionSettings, seed: int) -> Task:
     """`task.name = "benchmarks.gpu_round:task"`."""
-    return Images(getattr(models, options["model"]), int(options["examples"]), partition.clients or 2)
+    counts = [int(options["examples"])] * (partition.clients or 2)
+    return Samples(getattr(models, options["model"]), (3, 32, 32), counts)
 
 
 def experiment(options: argparse.Namespace, rounds: int) -> Experiment:

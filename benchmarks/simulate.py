@@ -65,7 +65,7 @@ def bare_worker(pipe: Connection, file: str) -> None:
     import torch
     from torch.nn import functional
 
-    from common.tasks.classification import cnn
+    from common.tasks.networks import cnn
 
     torch.set_num_threads(1)
     data = np.load(file)
@@ -97,7 +97,7 @@ def bare(file: str, rounds: int, workers: int, started: float) -> None:
 
     import torch
 
-    from common.tasks.classification import cnn
+    from common.tasks.networks import cnn
 
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

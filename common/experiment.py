@@ -311,20 +311,12 @@ class Experiment(Section):
 
         Raises SettingsError naming the file, the key, the value and what is allowed.
         """
-        try:
-            text = Path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"experiment file {str(path)!r} cannot be read: {error}") from None
-        return cls.parse(text, str(path))
+        return cls.parse(text_of(path, "experiment file"), str(path))
 
     @classmethod
     def parse(cls, text: str, source: str = "experiment") -> Experiment:
         """Read and check TOML text; `source` names it in errors."""
-        try:
-            tables = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"{source} is not valid TOML: {error}") from None
-        return checked(cls, tables, source)
+        return checked(cls, tables_of(text, source), source)
 
     def toml(self, full: bool = False) -> str:
         """The settings as TOML: those that were set, or with `full` every one that has a value.
@@ -349,6 +341,22 @@ class Experiment(Section):
         free = {"evaluate", "checkpoint", "tracking"} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def text_of(path: str | Path, what: str) -> str:
+    """The text of a settings file. Raises SettingsError with `what` it should have been."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{what} {str(path)!r} cannot be read: {error}") from None
+
+
+def tables_of(text: str, source: str) -> dict[str, Any]:
+    """The tables of TOML text. Raises SettingsError with its `source`."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{source} is not valid TOML: {error}") from None
 
 
 def checked(model: type[M], values: dict[str, Any], source: str) -> M:

@@ -30,12 +30,12 @@ from rich.console import Console  # noqa: E402
 
 from common import tasks  # noqa: E402
 from common.errors import RunError, SettingsError  # noqa: E402
-from common.experiment import Experiment, checked  # noqa: E402
+from common.experiment import Experiment, checked, tables_of, text_of  # noqa: E402
 from common.seeds import derive, torch_seeded  # noqa: E402
 from server import frames  # noqa: E402
 from server.display import headline  # noqa: E402
 from server.folder import MODEL, SETTINGS, RunFolder  # noqa: E402
-from server.plan import Plan, merged, tables_of  # noqa: E402
+from server.plan import Plan, merged  # noqa: E402
 
 Tables = Mapping[str, Any]
 
@@ -217,7 +217,7 @@ def _settings(experiment: str | Path | Tables | Experiment, overrides: Tables) -
     elif isinstance(experiment, Mapping):
         tables, source = merged({}, experiment), "experiment"
     else:
-        tables, source = tables_of(Path(experiment), "experiment file"), str(experiment)
+        tables, source = tables_of(text_of(experiment, "experiment file"), str(experiment)), str(experiment)
     return checked(Experiment, merged(tables, overrides), source)
 
 

@@ -18,12 +18,11 @@ from server.folder import RunFolder
 from server.plan import Cell, Plan, Point, Row, final_cells, rows, tune_cells
 from server.pool import Pool, Reply
 from server.progress import Progress
-from server.standings import Result, Standing, Standings
+from server.standings import PLAN, Result, Standing, Standings
 from server.stopping import Stop
 from server.tuning import choose
 from server.vetting import compare_with_folder
 
-PLAN = "plan.toml"
 POLL_S = 0.25
 END_S = 5.0
 """How long running cells may take to end when they are asked to."""

@@ -23,8 +23,30 @@ Record = dict[str, Any]
 ROWS = 12
 
 
-class Display:
-    """Shows records of the history; a context manager."""
+class Shown:
+    """Something live on a terminal, lines elsewhere; a context manager."""
+
+    console: Console
+    _live: Live
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+
+class Display(Shown):
+    """Shows records of the history."""
 
     def __init__(self, title: str, rounds: int, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -41,10 +63,6 @@ class Display:
         self._task = self._bar.add_task("rounds", total=rounds)
         self._live = Live(console=self.console, refresh_per_second=8, get_renderable=self._render)
         self._plain_header = False
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, record: Record) -> None:
         """One more round."""
@@ -67,17 +85,6 @@ class Display:
         for row in self._rows:
             table.add_row(*row)
         return Group(table, self._bar)
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.console.is_terminal:
-            self._live.stop()
 
 
 COLUMNS = ("round", "accuracy", "loss", "clients", "down", "up", "seconds")

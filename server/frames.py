@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from common.dotted import dotted
 from server.display import headline
 
 Record = Mapping[str, Any]
@@ -47,17 +48,9 @@ def _row(record: Record) -> dict[str, Any]:
     row |= {key: len(record.get(key) or ()) for key in COUNTED}
     row["sha256"] = record.get("sha256")
     for group in GROUPS:
-        row |= dict(_flat(group, record.get(group) or {}))
+        row |= dict(dotted(record.get(group) or {}, f"{group}."))
     numbers = ("accuracy", "loss", "drift")
     return row | {key: float("nan") for key in numbers if row[key] is None}
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}", inner)
-    else:
-        yield prefix, value
 
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from common.dotted import dotted
 from common.errors import SettingsError
-from common.experiment import Experiment, Section, checked
+from common.experiment import Experiment, Section, checked, tables_of, text_of
 from common.names import NAME
 from server.slugs import point_slug, shortened, slug
 
@@ -89,13 +89,13 @@ class Plan(Section):
         Raises SettingsError naming the file, the key, the value and what is allowed.
         """
         path = Path(path)
-        text = _text(path, "plan file")
+        text = text_of(path, "plan file")
         return text, cls.parse(text, str(path), path.parent)
 
     @classmethod
     def parse(cls, text: str, source: str = "plan", folder: Path = Path()) -> Plan:
         """Read and check TOML text; `folder`: from where a base's path starts."""
-        return cls.of(_tables(text, source), source, folder)
+        return cls.of(tables_of(text, source), source, folder)
 
     @classmethod
     def of(cls, tables: Tables, source: str = "plan", folder: Path = Path()) -> Plan:
@@ -105,7 +105,7 @@ class Plan(Section):
             raise SettingsError("\n".join(f"{source}: {fault}" for fault in faults))
         if isinstance(plan.base, str):
             file = folder / plan.base
-            return plan.model_copy(update={"base": tables_of(file, f"{source}: base")})
+            return plan.model_copy(update={"base": tables_of(text_of(file, f"{source}: base"), str(file))})
         return plan
 
 
@@ -195,17 +195,15 @@ def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
     return result
 
 
-def flat(tables: Mapping[str, Any], source: str, prefix: str = "") -> Point:
+def flat(tables: Mapping[str, Any], source: str) -> Point:
     """Dotted keys in place of tables. Raises ValueError for a key that is given twice or is not a plan's to set."""
     found: Point = {}
-    for key, value in tables.items():
-        inner = flat(value, source, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-        for name in inner:
-            if name in found:
-                raise ValueError(f"{source}: {name} is given twice")
-            if name in OWNED:
-                raise ValueError(f"{source}: {name} cannot be set here: {OWNED[name]}")
-        found |= inner
+    for name, value in dotted(tables):
+        if name in found:
+            raise ValueError(f"{source}: {name} is given twice")
+        if name in OWNED:
+            raise ValueError(f"{source}: {name} cannot be set here: {OWNED[name]}")
+        found[name] = value
     return found
 
 
@@ -262,22 +260,3 @@ def _distinct_seeds(seeds: list[int]) -> list[int]:
     if len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError("seeds are different numbers, 0 or above")
     return seeds
-
-
-def tables_of(path: Path, what: str) -> Tables:
-    """The tables of a TOML file. Raises SettingsError with `what` it should have been."""
-    return _tables(_text(path, what), str(path))
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{what} {str(path)!r} cannot be read: {error}") from None
-
-
-def _tables(text: str, source: str) -> Tables:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{source} is not valid TOML: {error}") from None

@@ -8,15 +8,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from server.display import headline
+from server.display import Shown, headline
 from server.folder import HISTORY
 from server.plan import Tuning
 
@@ -87,8 +86,8 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-class Progress:
-    """Shows a comparison; a context manager. `quiet` shows nothing."""
+class Progress(Shown):
+    """Shows a comparison. `quiet` shows nothing."""
 
     def __init__(self, name: str, console: Console | None = None, quiet: bool = False) -> None:
         self.console = console or Console(quiet=quiet)
@@ -96,10 +95,6 @@ class Progress:
         self._started = time.monotonic()
         self._told = self._started
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(
         self, cells: tuple[int, int], rounds: tuple[int, int], left_s: float | None, running: list[tuple[str, Any, int]]
@@ -115,17 +110,6 @@ class Progress:
         elif time.monotonic() - self._told >= LINES_EVERY_S:
             self._told = time.monotonic()
             self.say(text)
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.console.is_terminal:
-            self._live.stop()
 
 
 def _running(running: list[tuple[str, Any, int]]) -> Iterator[Text]:

@@ -13,7 +13,7 @@ from server.plan import Cell
 from server.progress import Follower, Progress, duration, remaining_s
 from server.tuning import Choice
 
-CELLS, TUNED = "cells.json", "tuned.json"
+CELLS, TUNED, PLAN = "cells.json", "tuned.json", "plan.toml"
 
 
 @dataclass

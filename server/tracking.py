@@ -17,8 +17,10 @@ from queue import Full, Queue
 from typing import Any, Self
 
 from common import references
+from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
+from server.cell import CELL
 from server.rounds import Record
 from server.stopping import Stopped
 
@@ -181,13 +183,10 @@ def settings(experiment: Experiment) -> dict[str, Any]:
     return experiment.model_dump(mode="json", exclude_none=True, exclude={"tracking"})
 
 
-def flat(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(tables: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted key and text of every value: what is no word or number as JSON."""
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+    for key, value in dotted(tables):
+        yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def place(experiment: Experiment, folder: Path) -> Place:
     """By the cell.json of a plan's cell; else by the names of experiment and run folder."""
     tags = {"experiment": experiment.name, "strategy": experiment.strategy.name, "seed": str(experiment.seed)}
     try:
-        cell = json.loads((folder / "cell.json").read_text("utf-8"))
+        cell = json.loads((folder / CELL).read_text("utf-8"))
     except (OSError, json.JSONDecodeError):
         return Place("fedkeel", experiment.name, folder.name, tags=tags)
     stage = str(cell.get("stage", ""))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from common import tasks
+from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.folder import SETTINGS, RunFolder
@@ -109,17 +109,10 @@ def _changes(folder: RunFolder, wanted: Experiment) -> Iterator[str]:
     if not folder.holds_run() or not file.exists():
         return
     held = Experiment.load(file)
-    before, after = (_flat(each.model_dump(mode="json", exclude=FREE)) for each in (held, wanted))
+    before, after = (dict(dotted(each.model_dump(mode="json", exclude=FREE))) for each in (held, wanted))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key} = {before.get(key)!r}, the plan says {after.get(key)!r}"
     last = (folder.history() or [{}])[-1].get("round", 0)
     if last > wanted.rounds or (wanted.local.schedule == "cosine" and held.rounds != wanted.rounds):
         yield f"rounds = {held.rounds}, the plan says {wanted.rounds}"
-
-
-def _flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in tables.items():
-        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return result

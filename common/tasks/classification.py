@@ -15,12 +15,10 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
-from common.partition import Plan, make_plan
+from common.partition import Plan, make_plan, split_holdout
 from common.shift import check_shift, shifted
 from common.tasks.base import ClientData, Examples, Task
-from common.tasks.networks import check_heads, cnn, head, mlp, output_layer
-
-__all__ = ["DTYPES", "Classification", "check_heads", "cnn", "head", "mlp", "pick"]
+from common.tasks.networks import output_layer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -52,24 +50,39 @@ class Classification(Task):
         check_shift(plan, self.pool().inputs)
         return plan
 
+    @property
+    def absent(self) -> bool:
+        """Whether there is no pooled set: every client brings its own data."""
+        return False
+
     def names(self) -> list[str]:
-        """Client i is called str(i)."""
-        return [str(i) for i in range(len(self.plan.clients))]
+        """Client i is called str(i); none where every client brings its own data."""
+        return [] if self.absent else [str(i) for i in range(len(self.plan.clients))]
+
+    def number(self, name: str) -> int:
+        """The row of a client in the plan. Raises SettingsError if there is none."""
+        names = self.names()
+        if name not in names:
+            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
+        return int(name)
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """The examples that the plan gives to client `name`."""
         if file is not None:
             raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'images' does")
-        names = self.names()
-        if name not in names:
-            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
-        number, pool = int(name), self.pool()
+        number, pool = self.number(name), self.pool()
         own = ClientData(pick(pool, self.plan.clients[number]), pick(pool, self.plan.holdout[number]))
         return shifted(own, self.plan, number)
 
     def plan_hash(self) -> str:
-        """The plan's sha256, hex."""
-        return self.plan.hash
+        """The plan's sha256, hex, or "" where every client brings its own data."""
+        return "" if self.absent else self.plan.hash
+
+    def site(self, name: str, own: Examples) -> ClientData:
+        """All examples that a site brings itself; its holdout is `partition.holdout` of them, drawn by the seed and the
+        name."""
+        train, evaluate = split_holdout(np.arange(len(own)), self.partition.holdout, self.seed, name)
+        return ClientData(pick(own, train), pick(own, evaluate))
 
     def output_layer(self, model: nn.Module) -> nn.Module | None:
         """The last linear layer; see `common.tasks.networks.output_layer`."""

@@ -14,7 +14,8 @@ from common.experiment import PartitionSettings, Section, checked
 from common.mixture import of_sequences
 from common.seeds import derive
 from common.tasks.base import Examples
-from common.tasks.classification import Classification, check_heads, cnn, mlp, pick
+from common.tasks.classification import Classification, pick
+from common.tasks.networks import check_heads, cnn, mlp
 
 
 class DigitsSettings(Section):

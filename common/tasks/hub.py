@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import SettingsError
+from common.tasks.arrays import find
 from common.tasks.arrow import Column, Table
 from common.tasks.tables import dataset_table, library, read_table, splits
 
@@ -37,26 +38,11 @@ class Corpus:
     classes: int = 2
 
 
-def local_table(file: str, what: str, split: str | None = None) -> tuple[Table, Path]:
-    """The table in a file or folder: as it is, else in FEDKEEL_DATA; `what` is the setting that names it."""
-    path = find_table(file, what)
-    held = splits(path)
-    if split is None and "train" in held:
-        split = "train"
-    return read_table(path, split), path
-
-
-def find_table(file: str, what: str) -> Path:
-    """The path of a file or folder. Raises SettingsError that lists where it was looked for."""
-    places = [Path(file).expanduser()]
-    if "FEDKEEL_DATA" in os.environ:
-        places.append(Path(os.environ["FEDKEEL_DATA"]) / file)
-    for place in places:
-        if place.exists():
-            return place
-    looked = " and ".join(str(place.absolute()) for place in places)
-    hint = "" if len(places) > 1 else "; FEDKEEL_DATA names no other folder"
-    raise SettingsError(f"{what} = {file!r}: no such file or folder; looked for {looked}{hint}")
+def local_table(file: str, what: str, part: str = "train") -> tuple[Table, Path]:
+    """The table in a file, or that part of a folder: as it is, else in FEDKEEL_DATA; `what` is the setting that names
+    it."""
+    path = find(file, what, folders=True)
+    return read_table(path, part if part in splits(path) else None), path
 
 
 def read_corpus(corpus: Corpus, part: str) -> tuple[Table, str]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings, checked
-from common.partition import split_holdout
 from common.tasks.arrays import ImagesSettings, Pooled, drawn, examples_of, find, fit, pool
 from common.tasks.augment import crop_flip
 from common.tasks.base import ClientData, Examples
@@ -106,7 +105,7 @@ class Images(Classification):
         return wanted if isinstance(wanted, tuple) else own
 
     @property
-    def _brings(self) -> bool:
+    def absent(self) -> bool:
         """Whether there is no pooled source."""
         return not self.settings.pooled or (self.source is None and self.settings.file is None)
 
@@ -114,7 +113,7 @@ class Images(Classification):
     def pooled(self) -> Pooled:
         """The pooled source; the first access may raise SettingsError."""
         given = self.settings
-        if self._brings:
+        if self.absent:
             raise SettingsError(f"task {self.name!r}: every client brings its own file (task.pooled, task.file)")
         if given.file is None:
             raw, place = load(self.name, self.variant, given)
@@ -156,12 +155,8 @@ class Images(Classification):
     def class_names(self) -> tuple[str, ...] | None:
         """The names of the classes, which a site's labels may be; None if this process need not know them."""
         if self._given is None:
-            return None if self._brings else self.pooled.names
+            return None if self.absent else self.pooled.names
         return self._given if isinstance(self._given, tuple) else None
-
-    def names(self) -> list[str]:
-        """As of every pooled set; none where every client brings its own file."""
-        return [] if self._brings else super().names()
 
     def pool(self) -> Examples:
         """The training examples of the pooled source."""
@@ -178,11 +173,7 @@ class Images(Classification):
 
     def central(self) -> Examples | None:
         """The test examples of the pooled source, or None."""
-        return None if self._brings else self.pooled.test
-
-    def plan_hash(self) -> str:
-        """The plan's sha256, hex, or "" where every client brings its own file."""
-        return "" if self._brings else super().plan_hash()
+        return None if self.absent else self.pooled.test
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """A client of the plan or, with `file`, all training examples in that site's own file or folder.
@@ -201,8 +192,7 @@ class Images(Classification):
         own = examples_of(raw.inputs, numbered(raw.labels, names, source), self.settings.dtype, source)
         fit(own, self.shape, self.classes, source)
         own = pick(own, drawn(len(own), self.settings.limit, self.seed, name))
-        train, evaluate = split_holdout(np.arange(len(own)), self.partition.holdout, self.seed, name)
-        return ClientData(pick(own, train), pick(own, evaluate))
+        return self.site(name, own)
 
     def augment(self, batch: Any) -> Any:
         """With `augment` = "crop-flip" random crops and mirror images; see common/tasks/augment.py."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -93,6 +93,12 @@ class Shakespeare(Classification):
         """How many windows, each with the character after it."""
         return max(0, (len(role.text) - self.settings.length - 1) // self.stride + 1)
 
+    def _starts(self, held: Sequence[Role]) -> Indices:
+        """Where each window starts in the text of these roles, one after the other (n,)."""
+        begins = np.cumsum([0, *(len(role.text) for role in held)])
+        parts = [begin + self.stride * np.arange(self._count(role)) for begin, role in zip(begins, held, strict=False)]
+        return np.concatenate([*parts, np.zeros(0, np.int64)])
+
     @cached_property
     def _text(self) -> Bytes:
         return np.concatenate([role.text for role in self.roles])
@@ -104,11 +110,7 @@ class Shakespeare(Classification):
 
     @cached_property
     def _pool(self) -> Examples:
-        begins = np.cumsum([0, *(len(role.text) for role in self.roles)])
-        starts = [
-            begin + self.stride * np.arange(self._count(role)) for begin, role in zip(begins, self.roles, strict=False)
-        ]
-        places = np.concatenate(starts)
+        places = self._starts(self.roles)
         targets = self._text[places + self.settings.length].astype(np.int64)
         return Examples(torch.from_numpy(places), torch.from_numpy(targets))
 
@@ -151,19 +153,14 @@ class Shakespeare(Classification):
         roles, if it has several, follow one another."""
         if file is not None:
             return self._site(name, file)
-        names = self.names()
-        if name not in names:
-            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
-        return self._data(
-            self._text, self.pool().inputs.numpy(), self.plan.clients[int(name)], self.plan.holdout[int(name)]
-        )
+        number = self.number(name)
+        starts = self.pool().inputs.numpy()
+        return self._data(self._text, starts, self.plan.clients[number], self.plan.holdout[number])
 
     def _site(self, name: str, file: str) -> ClientData:
         table, _ = local_table(file, f"file of client {name!r}")
         held = roles(table, file)
-        begins = np.cumsum([0, *(len(role.text) for role in held)])
-        parts = [begin + self.stride * np.arange(self._count(role)) for begin, role in zip(begins, held, strict=False)]
-        starts = np.concatenate([*parts, np.zeros(0, np.int64)])
+        starts = self._starts(held)
         text = np.concatenate([*(role.text for role in held), np.zeros(0, np.uint8)])
         return self._data(text, starts, *self._cut(np.arange(len(starts)), starts))
 

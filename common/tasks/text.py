@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, checked
-from common.partition import split_holdout
 from common.tasks.arrays import drawn
 from common.tasks.arrow import Column, Table
 from common.tasks.base import ClientData, Examples
-from common.tasks.classification import Classification, pick
-from common.tasks.hub import Corpus, find_table, read_corpus
+from common.tasks.classification import Classification
+from common.tasks.hub import Corpus, local_table, read_corpus
 from common.tasks.language import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
 from common.tasks.tables import column, read_table, splits
 from common.tasks.tokens import Encoder
@@ -102,12 +101,12 @@ class Text(Classification):
                 "task.file is required: a table of texts and labels; without one, task.classes is, and every client "
                 "brings its own file"
             )
-        path = find_table(given.file, "task.file")
-        held = splits(path)
-        train = read_table(path, "train" if "train" in held else None), str(path)
+        table, path = local_table(given.file, "task.file")
+        train = table, str(path)
         if given.test_file is not None:
-            other = find_table(given.test_file, "task.test_file")
-            return train, (read_table(other, "test" if "test" in splits(other) else None), str(other))
+            table, other = local_table(given.test_file, "task.test_file", "test")
+            return train, (table, str(other))
+        held = splits(path)
         part = next((name for name in ("test", "validation") if name in held), None)
         return train, None if part is None else (read_table(path, part), f"{path}, {part}")
 
@@ -189,20 +188,12 @@ class Text(Classification):
 
     def central(self) -> Examples | None:
         """The test set, or None."""
-        return None if self._absent else self._test
+        return None if self.absent else self._test
 
     @property
-    def _absent(self) -> bool:
+    def absent(self) -> bool:
         """Whether there is no pooled table: every client brings its own."""
         return self.corpus is None and self._own.file is None
-
-    def names(self) -> list[str]:
-        """As of every pooled set; none where every client brings its own file."""
-        return [] if self._absent else super().names()
-
-    def plan_hash(self) -> str:
-        """The plan's sha256, hex, or "" where every client brings its own file."""
-        return "" if self._absent else super().plan_hash()
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """A client of the plan or, with `file`, all rows of that site's own table (of a folder its part `train`).
@@ -211,11 +202,9 @@ class Text(Classification):
         """
         if file is None:
             return super().client(name)
-        path = find_table(file, f"file of client {name!r}")
-        table = read_table(path, "train" if "train" in splits(path) else None)
+        table, path = local_table(file, f"file of client {name!r}")
         own, _ = self._examples(table, str(path), name)
-        train, evaluate = split_holdout(np.arange(len(own)), self.partition.holdout, self.seed, name)
-        return ClientData(pick(own, train), pick(own, evaluate))
+        return self.site(name, own)
 
     # --- the model
 

@@ -172,7 +172,7 @@ def partition(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
 
     counts_ = np.array(counts, np.int64)
     with _context():
-        figure = partition_picture(counts_, [name.replace("$", r"\$") for name in names])
+        figure = partition_picture(counts_, names)
         return svg(figure, f"{len(names)} clients by {counts_.shape[1]} classes: number of training examples of each")
 
 

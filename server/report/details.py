@@ -12,9 +12,10 @@ from typing import Any
 
 from server.report.contents import Options, accuracy_column, question
 from server.report.groups import Group, point
-from server.report.runs import PLAN, TUNED, Run, inner, read_json
+from server.report.runs import Run, inner, read_json
 from server.report.scores import Mean, final
 from server.report.tables import DASH, Cell, Table, byte_count, count, plain, spread, text
+from server.standings import PLAN, TUNED
 
 HIDDEN = ("seed", "name", "checkpoint.every", "checkpoint.keep")
 """Settings that decide nothing, or that every run has its own of."""

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError
+from server.cell import CELL
 from server.folder import HISTORY
-from server.report.runs import CELL, CELLS, Run, read, read_json
+from server.report.runs import Run, read, read_json
+from server.standings import CELLS
 
 ENDED = (None, "finished")
 """States of a cell in cells.json of which there is nothing to tell."""

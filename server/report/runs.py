@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
+from server.cell import CELL
 from server.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.report.scores import percentile
 
-CELL, CELLS, TUNED, PLAN = "cell.json", "cells.json", "tuned.json", "plan.toml"
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
 """Where an evaluated metric is looked for: one source a run, never two in one curve."""
@@ -108,11 +109,11 @@ def read(folder: Path) -> Run:
     run = Run(folder, _table(folder / CELL), status=_table(folder / STATUS))
     with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         run.toml = (folder / SETTINGS).read_text("utf-8")
-        run.settings = dict(flat(tomllib.loads(run.toml)))
+        run.settings = dict(dotted(tomllib.loads(run.toml)))
         with suppress(SettingsError):
             # Settings that an older version did not write have their defaults.
             known = Experiment.parse(run.toml)
-            run.settings = dict(flat(known.model_dump(mode="json", exclude_none=True)))
+            run.settings = dict(dotted(known.model_dump(mode="json", exclude_none=True)))
     roll = read_json(folder / ROLL)
     run.roll = [member for member in roll if isinstance(member, dict)] if isinstance(roll, list) else []
     run.error = str(run.status.get("error") or "")
@@ -222,15 +223,6 @@ def spent(value: Any) -> float:
     """A finite float; 0 where none is known."""
     found = number(value)
     return found if math.isfinite(found) else 0.0
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as dotted keys."""
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def read_json(path: Path) -> Any:
