@@ -686,3 +686,11 @@ def test_mnist_by_writer() -> None:
     sizes = [len(task.client(name).train) for name in task.names()]
     assert (len(sizes), sum(sizes), len(central)) == (539, 60_000, 10_000)
     assert task.shape == (28, 28)
+
+
+@pytest.mark.parametrize("options", [{"name": "images", "shape": [28, 28]}, {"name": "text"}])
+def test_a_site_without_data_where_all_bring_their_own(options: dict[str, Any]) -> None:
+    """There is no pooled set that it could have a part of."""
+    settings = TaskSettings.model_validate({**options, "classes": 2})
+    with pytest.raises(SettingsError, match=r"'s1' brings no data: in this experiment every site does \(--data\)"):
+        tasks.create(settings, PartitionSettings(), 0).client("s1")

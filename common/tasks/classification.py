@@ -61,6 +61,8 @@ class Classification(Task):
 
     def number(self, name: str) -> int:
         """The row of a client in the plan. Raises SettingsError if there is none."""
+        if self.absent:
+            raise SettingsError(f"client {name!r} brings no data: in this experiment every site does (--data)")
         names = self.names()
         if name not in names:
             raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
