@@ -37,18 +37,18 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.local_step import Synthetic
 from client.app import app
-from client.work import LocalWork
+from client.training.work import LocalWork
 from common import flower
 from common.experiment import Experiment
-from common.mixture import Mixture
-from common.tasks.networks import cnn
-from server.folder import RunFolder
-from server.inprocess import InProcessGrid
-from server.prepare import prepare
-from server.rounds import Rounds
-from strategies import REGISTRY
-from strategies.messages import STATE
-from tests.helpers import Simulation
+from common.models.images import cnn
+from common.models.mixture import Mixture
+from server.engines.inprocess import InProcessGrid
+from server.rounds.folder import RunFolder
+from server.rounds.loop import Rounds
+from server.rounds.prepare import prepare
+from strategies.protocol.messages import STATE
+from strategies.registry import REGISTRY
+from tests.support.helpers import Simulation
 
 COHORT = 10
 PAPER = {"fagc": 35, "fant": 35, "scaffold": 40, "scaffoldm": 40, "padamfed": 60, "localadam": 20, "fedcm": 30}

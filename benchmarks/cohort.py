@@ -27,11 +27,11 @@ from benchmarks.samples import Samples
 from client.app import app
 from client.cohort import answer_all, pool
 from common.experiment import Experiment, PartitionSettings
+from common.models.images import cnn, mlp
 from common.tasks.base import Task
-from common.tasks.networks import cnn, mlp
 from server.app import run
-from server.folder import RunFolder
-from server.inprocess import CohortGrid, InProcessGrid
+from server.engines.inprocess import CohortGrid, InProcessGrid
+from server.rounds.folder import RunFolder
 
 BLOCKS = 3
 

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks import models
-from common.compression import Codec
-from common.compressors import COMPRESSORS, create
+from common.compression.compressors import COMPRESSORS, create
+from common.compression.feedback import Codec
 from common.experiment import CompressionSettings
 from common.vector import layout_of
 

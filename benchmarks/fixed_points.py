@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers import Simulation, experiment
+from tests.support.helpers import Simulation, experiment
 
 LR = 0.04
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": LR}

@@ -20,8 +20,8 @@ from benchmarks import models
 from benchmarks.round import median, resident, stock
 from benchmarks.samples import Samples
 from common.experiment import Experiment, PartitionSettings
+from common.flower import ROOT
 from common.tasks.base import Task
-from server.control import ROOT
 
 ENGINES = {"resident": resident, "stock": stock}
 

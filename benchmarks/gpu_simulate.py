@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from common import tasks
 from common.experiment import Experiment
-from common.models import build
+from common.model import build
 from common.seeds import generator
 
 WARM = 2

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import models
-from client.work import LocalWork
+from client.training.work import LocalWork
 from common import flower
 from common.experiment import Experiment, LocalSettings
 from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel
-from strategies import create
+from strategies.registry import create
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "hafedho", "fedcm")
 

@@ -22,10 +22,10 @@ import psutil
 
 from benchmarks.round import experiment
 from common import flower
-from server.control import ROOT
-from server.folder import RunFolder
-from server.launch import SuperLink
-from server.processes import Family, stop
+from common.flower import ROOT
+from server.deploy.processes import Family, stop
+from server.deploy.superlink import SuperLink
+from server.rounds.folder import RunFolder
 
 IDLE_S = 20.0
 

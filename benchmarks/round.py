@@ -26,17 +26,18 @@ from common import flower
 flower.prepare()
 
 from client.app import app as client_app  # noqa: E402
-from common import keys  # noqa: E402
+from common.deploy import keys  # noqa: E402
 from common.experiment import Experiment  # noqa: E402
-from server import certs, nodes, vce  # noqa: E402
+from common.flower import ROOT  # noqa: E402
 from server.app import run  # noqa: E402
-from server.clients import start_clients  # noqa: E402
-from server.control import ROOT  # noqa: E402
-from server.folder import RunFolder  # noqa: E402
-from server.follow import failure  # noqa: E402
-from server.inprocess import InProcessGrid  # noqa: E402
-from server.launch import LinkOptions, SuperLink  # noqa: E402
-from server.processes import Family, stop  # noqa: E402
+from server.deploy import certs, nodes  # noqa: E402
+from server.deploy.clients import start_clients  # noqa: E402
+from server.deploy.processes import Family, stop  # noqa: E402
+from server.deploy.superlink import LinkOptions, SuperLink  # noqa: E402
+from server.engines import vce  # noqa: E402
+from server.engines.inprocess import InProcessGrid  # noqa: E402
+from server.rounds.folder import RunFolder  # noqa: E402
+from server.watch.follow import failure  # noqa: E402
 
 ENGINES = ("inprocess", "grpc", "secure", "stock", "vce")
 Record = dict[str, Any]
@@ -126,7 +127,7 @@ def _supernodes(link: SuperLink, names: Sequence[str], folder: Path, device: str
 
 
 def _port() -> int:
-    from server.processes import free_ports
+    from server.deploy.processes import free_ports
 
     return free_ports(1)[0]
 

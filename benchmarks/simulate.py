@@ -65,7 +65,7 @@ def bare_worker(pipe: Connection, file: str) -> None:
     import torch
     from torch.nn import functional
 
-    from common.tasks.networks import cnn
+    from common.models.images import cnn
 
     torch.set_num_threads(1)
     data = np.load(file)
@@ -97,7 +97,7 @@ def bare(file: str, rounds: int, workers: int, started: float) -> None:
 
     import torch
 
-    from common.tasks.networks import cnn
+    from common.models.images import cnn
 
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -150,8 +150,8 @@ def pipeline(rounds: int, augment: str, file: Path) -> tuple[float, float]:
     from common.tasks.base import Examples
     from common.tasks.images import Images
     from server.app import run
-    from server.folder import RunFolder
-    from server.inprocess import InProcessGrid
+    from server.engines.inprocess import InProcessGrid
+    from server.rounds.folder import RunFolder
 
     flower.prepare()
     text = EXPERIMENT.format(rounds=rounds, file=file) + f'task.augment = "{augment}"\ntask.model = "cnn"\n'

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from client import admin
-from client.options import (
+from client.commands import admin
+from client.commands.options import (
     DEFAULT_MEMORY,
     Authority,
     Data,
@@ -30,8 +30,8 @@ from client.options import (
     Server,
     errors,
 )
+from common.deploy.logs import LogFormat
 from common.errors import SettingsError
-from common.logs import LogFormat
 
 cli = typer.Typer(
     add_completion=False,
@@ -78,8 +78,8 @@ def join(
     Exit code 0: stopped; 1: no server for --max-wait seconds; 2: what was typed cannot work or is refused.
     """
     with errors(log_format):
-        from client.access import Access
-        from client.node import NodeOptions, run_nodes
+        from client.node.access import Access
+        from client.node.resident import NodeOptions, run_nodes
 
         access = Access(server, str(ca or ""), "", insecure, max_wait)
         access.check()  # A typing error is told before the seconds that torch takes to load.
@@ -97,8 +97,8 @@ def join(
         ]
         stop = stop_on_signal()
         from client.app import app
-        from client.device import choose
         from client.policy import Policy
+        from client.training.device import choose
 
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
@@ -132,8 +132,8 @@ def _watched(address: str | None, names: list[str]) -> Iterator[Any]:
     if address is None:
         yield None
         return
-    from client.metrics import ClientMetrics
-    from common.endpoint import Endpoint
+    from client.node.metrics import ClientMetrics
+    from common.deploy.endpoint import Endpoint
 
     counted = ClientMetrics(names=names)
     with Endpoint(address, counted.registry, counted.health):

@@ -11,21 +11,21 @@ from dataclasses import replace
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from client.device import out_of_memory
-from client.memory import ContextMemory, DiskMemory, Memory
+from client.memory.versions import ContextMemory, DiskMemory, Memory
 from client.policy import Denied
 from client.received import check_numbers, receive
 from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
-from client.work import LocalWork, local_steps
+from client.training.device import out_of_memory
+from client.training.work import LocalWork, local_steps
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import ClientData
 from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.base import Upload
-from strategies.course import upload_seed
-from strategies.downlink import NotHeld
-from strategies.messages import (
+from strategies.protocol.coordinator import upload_seed
+from strategies.protocol.downlink import NotHeld
+from strategies.protocol.messages import (
     HEAD,
     METRICS,
     EvaluateHead,

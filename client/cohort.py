@@ -1,7 +1,7 @@
 """Cohort mode: the clients of a round side by side in one process, their gradients those of one batched model.
 
 Each client runs the same code as always, in a greenlet and on a model of its own (a lane). Where it needs a gradient it
-waits; when all wait, the largest number of requests that are alike is computed in one pass (client/cohort_pass.py) and
+waits; when all wait, the largest number of requests that are alike is computed in one pass (batched_pass.py) and
 those clients go on. What nobody else asks for, or cannot be batched, a client computes alone, as always. Batches,
 random numbers, memory, algorithms and optimizers are those of one client after the other; sums of floating-point
 numbers are taken in another order, so weights agree to rounding and not bit for bit.
@@ -22,10 +22,10 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from client.app import train_in
-from client.cohort_pass import LaneForward, Wanted, batched
-from client.device import Staging
 from client.session import Session, device_of
-from common.models import build
+from client.training.batched_pass import LaneForward, Wanted, batched
+from client.training.device import Staging
+from common.model import build
 
 log = logging.getLogger("client.cohort")
 

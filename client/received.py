@@ -8,7 +8,7 @@ from flwr.app import Message
 
 from client.session import Session
 from common.vector import State
-from strategies.messages import TrainHead, tensors_of
+from strategies.protocol.messages import TrainHead, tensors_of
 
 
 def receive(

@@ -10,24 +10,24 @@ from pathlib import Path
 import torch
 from flwr.app import Context
 
-from client.cache import StateCache
-from client.device import Staging, choose, free, settle
-from client.forward import Forward
-from client.memory import ContextMemory, DiskMemory, Memory, RamMemory
+from client.memory.cache import StateCache
+from client.memory.versions import ContextMemory, DiskMemory, Memory, RamMemory
 from client.policy import Policy
-from client.work import local_steps
+from client.training.device import Staging, choose, free, settle
+from client.training.forward import Forward
+from client.training.work import local_steps
 from common import tasks
-from common.compression import Codec
+from common.compression.feedback import Codec
 from common.errors import SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
-from common.models import build
+from common.model import build
 from common.tasks.base import ClientData, Examples, Task
 from common.vector import FlatModel
-from strategies import create
 from strategies.base import FederatedStrategy
-from strategies.downlink import Downlink
-from strategies.messages import RollReply, read_experiment
+from strategies.protocol.downlink import Downlink
+from strategies.protocol.messages import RollReply, read_experiment
+from strategies.registry import create
 
 MOST_CLASSES = 10_000
 VERSIONS = versions()

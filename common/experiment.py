@@ -66,7 +66,7 @@ class PartitionSettings(Section):
     holdout: float = Field(0.1, ge=0, lt=1, description="share of each client's examples kept for evaluation")
     file: str | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
     shift: Literal["none", "noise", "rotation", "brightness", "contrast"] = Field(
-        "none", description="feature shift from client to client, with any kind of split; see common/shift.py"
+        "none", description="feature shift from client to client, with any kind of split; see common/partition/shift.py"
     )
     shift_strength: float = Field(0.1, gt=0, description="of the last client; noise: standard deviation of [0, 1]")
 
@@ -173,7 +173,7 @@ Compressor = Literal["none", "identity", "top-k", "random-k", "sign", "int8", "b
 
 
 class CompressionSettings(Section):
-    """`[compression]`: of the vectors that clients send (`up`) and receive (`down`); see common/compression.py."""
+    """`[compression]`: of the vectors that clients send (`up`) and receive (`down`); see common/compression/."""
 
     up: Compressor = "none"
     down: Compressor = "none"
@@ -225,7 +225,7 @@ class EvaluateSettings(Section):
 
 
 class SpeedSettings(Section):
-    """`[speed]`: how much of its local work a client does in a round, simulated; see strategies/pace.py."""
+    """`[speed]`: how much of its local work a client does in a round, simulated; see strategies/protocol."""
 
     kind: Literal["fixed", "uniform", "stragglers", "profile"] = "fixed"
     epochs: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(
@@ -252,7 +252,7 @@ class SpeedSettings(Section):
 
 
 class PresenceSettings(Section):
-    """`[presence]`: who is there in a round, simulated; see strategies/pace.py."""
+    """`[presence]`: who is there in a round, simulated; see strategies/protocol/participation.py."""
 
     kind: Literal["always", "bernoulli", "diurnal", "trace"] = "always"
     probability: float = Field(

@@ -6,10 +6,14 @@ import contextlib
 import ctypes
 import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from common.errors import SettingsError
 
 FLWR_SERIES = "1.39"
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The project's folder: what Flower bundles, and what processes import from."""
 
 # Between two looks for an object that is still under way, at first and at most.
 PULL_BACKOFF_S = 0.005

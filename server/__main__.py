@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from common import plans, references
-from common.addresses import LOOPBACK
+from common import references
+from common.deploy.addresses import LOOPBACK
+from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.logs import LogFormat
-from server import admin
-from server.cell import CLIENT_APP
-from server.options import (
+from common.partition import split_cache as plans
+from server.commands import admin
+from server.commands.options import (
     Certs,
     Cohort,
     ControlHost,
@@ -38,7 +38,8 @@ from server.options import (
     State,
     errors,
 )
-from server.stopping import GRACE_S, StopOnSignal
+from server.compare.cell import CLIENT_APP
+from server.rounds.stopping import GRACE_S, StopOnSignal
 
 cli = typer.Typer(
     add_completion=False,
@@ -83,11 +84,11 @@ def simulate(
         if cohort is not None and engine is Engine.flower:
             raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
         settings, folder = _open(experiment, run_dir, resume, seed)
-        from server.display import Display
+        from server.watch.display import Display
 
         with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
             if engine is Engine.flower:
-                from server import vce
+                from server.engines import vce
 
                 vce.simulate(
                     settings,
@@ -102,8 +103,8 @@ def simulate(
                     gpus=gpus,
                 )
             else:
-                from server import inprocess
                 from server.app import run
+                from server.engines import inprocess
 
                 with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory", cohort) as grid:
                     run(grid, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
@@ -129,9 +130,9 @@ def compare(
 ) -> None:
     """Run a grid of experiments and seeds, fair by construction. Run it again to go on: finished cells stay."""
     with errors():
-        from server import bench
-        from server.plan import Plan
-        from server.progress import Progress
+        from server.compare import start as bench
+        from server.compare.plan import Plan
+        from server.compare.progress import Progress
 
         text, settings = Plan.read(plan)
         if dry_run:
@@ -165,9 +166,9 @@ def local(
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
-        from server import federation
-        from server.display import Display
-        from server.prepare import prepare
+        from server.deploy import federation
+        from server.rounds.prepare import prepare
+        from server.watch.display import Display
 
         names = prepare(settings).task.names()
         with Display(settings.name, settings.rounds) as display:
@@ -210,10 +211,10 @@ def run(
     """
     with errors(log_format):
         settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
-        from server import federation
-        from server.launch import LinkOptions
-        from server.prepare import prepare
-        from server.watch import watched
+        from server.deploy import federation
+        from server.deploy.superlink import LinkOptions
+        from server.rounds.prepare import prepare
+        from server.watch.viewers import watched
 
         resume = resume or (resume_or_start and folder.holds_run())
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
@@ -243,9 +244,9 @@ def superlink(
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
     with errors(log_format):
-        from server import superlink as service
-        from server.launch import LinkOptions
-        from server.watch import endpoint, say
+        from server.deploy import service
+        from server.deploy.superlink import LinkOptions
+        from server.watch.viewers import endpoint, say
 
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
         with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
@@ -262,7 +263,7 @@ def check(experiment: File) -> None:
     """Check an experiment file, its task and its data, and print the resolved settings."""
     with errors():
         settings = Experiment.load(experiment)
-        from server.prepare import prepare
+        from server.rounds.prepare import prepare
 
         prepared = prepare(settings)
         typer.echo(prepared.experiment.toml(full=True))
@@ -283,7 +284,7 @@ def partition(
 ) -> None:
     """Show how an experiment's examples are split over its clients; write the plan as a file, and as a picture."""
     with errors():
-        from server.partition import partition as make
+        from server.commands.partition import partition as make
 
         settings = Experiment.load(experiment)
         if seed is not None:
@@ -319,7 +320,7 @@ def report(
 def _open(
     path: Path, run_dir: Path | None, resume: bool, seed: int | None, either: bool = False
 ) -> tuple[Experiment, Any]:
-    from server.folder import RunFolder, choose
+    from server.rounds.folder import RunFolder, choose
 
     plans.share()
     settings = Experiment.load(path)
@@ -334,8 +335,8 @@ def _open(
 
 
 def _conclude(folder: Any, display: Any) -> None:
-    from server.display import summary
-    from server.plots import curves
+    from server.report.plots import curves
+    from server.watch.display import summary
 
     history = folder.history()
     if history:

@@ -32,10 +32,10 @@ from common import tasks  # noqa: E402
 from common.errors import RunError, SettingsError  # noqa: E402
 from common.experiment import Experiment, checked, tables_of, text_of  # noqa: E402
 from common.seeds import derive, torch_seeded  # noqa: E402
-from server import frames  # noqa: E402
-from server.display import headline  # noqa: E402
-from server.folder import MODEL, SETTINGS, RunFolder  # noqa: E402
-from server.plan import Plan, merged  # noqa: E402
+from server.compare.plan import Plan, merged  # noqa: E402
+from server.report import frames  # noqa: E402
+from server.rounds.folder import MODEL, SETTINGS, RunFolder  # noqa: E402
+from server.watch.display import headline  # noqa: E402
 
 Tables = Mapping[str, Any]
 
@@ -57,7 +57,7 @@ class Run:
 
     @cached_property
     def history(self) -> Any:
-        """A pandas frame, one row a round; see `server/frames.py` for the columns."""
+        """A pandas frame, one row a round; see `server/report/frames.py` for the columns."""
         return frames.history(self.records)
 
     @cached_property
@@ -147,9 +147,9 @@ def compare(
 
     Raises SettingsError before anything runs; RunError after all else has run if cells failed.
     """
-    from server import bench
-    from server.cell import CLIENT_APP
-    from server.progress import Progress
+    from server.compare import start as bench
+    from server.compare.cell import CLIENT_APP
+    from server.compare.progress import Progress
 
     flower.check_version()
     if isinstance(plan, Mapping):
@@ -186,8 +186,8 @@ def results(folder: str | Path) -> Any:
 
     import pandas as pd
 
-    from server.cell import CELL
-    from server.standings import CELLS
+    from server.compare.cell import CELL
+    from server.compare.standings import CELLS
 
     root = Path(folder)
     try:
@@ -227,8 +227,8 @@ def _run(
     import torch
 
     from server.app import run
-    from server.cell import CLIENT_APP
-    from server.inprocess import grid
+    from server.compare.cell import CLIENT_APP
+    from server.engines.inprocess import grid
 
     log = logging.getLogger("client.app")
     level, threads = log.level, torch.get_num_threads()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from flwr.app import Context
@@ -14,17 +13,16 @@ from flwr.serverapp import Grid, ServerApp
 from common import flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
-from server.display import COLUMNS, line
-from server.folder import RunFolder, choose
-from server.guard import bound_replies, guard_replies
-from server.prepare import prepare
-from server.processes import end_with_parent
-from server.rounds import Record, Rounds
-from server.stopping import Stop, StopOnSignal, Stopped, earliest
-from server.tracking import Tracking
-from strategies import resolve
-
-ROOT = Path(__file__).resolve().parents[1]
+from common.flower import ROOT
+from server.deploy.processes import end_with_parent
+from server.rounds.folder import RunFolder, choose
+from server.rounds.loop import Record, Rounds
+from server.rounds.prepare import prepare
+from server.rounds.reply_limits import bound_replies, guard_replies
+from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest
+from server.watch.display import COLUMNS, line
+from server.watch.tracking import Tracking
+from strategies.registry import resolve
 
 app = ServerApp()
 

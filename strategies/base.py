@@ -2,7 +2,7 @@
 
 `init`, `broadcast` and `aggregate` run on the server, `local` on the client. Instances hold hyperparameters only;
 everything that changes is in a `State`, so a checkpoint is a file of tensors and a round is a pure function.
-Carrying them over messages is written once: `strategies/course.py`, and below for Flower's own loop.
+Carrying them over messages is written once: `strategies/protocol/coordinator.py`, and below for Flower's own loop.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor, nn
 
-from common import server_optimizers
-from common.compression import Kind
+from common.compression.feedback import Kind
 from common.errors import SettingsError
 from common.experiment import Experiment, ServerSettings
 from common.tasks.base import Task
 from common.vector import State, norm, weighted_sum
-from strategies.work import Part, Upload, Work
+from strategies import server_optimizers
+from strategies.protocol.work import Part, Upload, Work
 
 if TYPE_CHECKING:
-    from strategies.flower_loop import FlowerLoop
+    from strategies.protocol.flower_loop import FlowerLoop
 
 C = TypeVar("C")
 MemoryKind = Literal["none", "bound", "own"]
@@ -149,7 +149,7 @@ class FederatedStrategy(Strategy):
         return None
 
     # Flower's own loop, `strategy.start(grid, arrays, train_config=config_of(experiment))`. Our loop,
-    # `server/rounds.py`, uses the same course and adds quorum, deadline and checkpoints.
+    # `server/rounds/loop.py`, uses the same course and adds quorum, deadline and checkpoints.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -183,7 +183,7 @@ class FederatedStrategy(Strategy):
         self, config: ConfigRecord | None = None, arrays: ArrayRecord | None = None, grid: Grid | None = None
     ) -> FlowerLoop:
         """The course that Flower's loop drives; a strategy instance itself holds no state of a run."""
-        from strategies.flower_loop import FlowerLoop
+        from strategies.protocol.flower_loop import FlowerLoop
 
         if "_loop" not in self.__dict__:
             if config is None or arrays is None or grid is None:

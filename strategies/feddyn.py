@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common import server_optimizers
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State
+from strategies import server_optimizers
 from strategies.base import FederatedStrategy, Kind, Upload, Work, cohort_mean, hyperparameters, tracker_change
 
 

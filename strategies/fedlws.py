@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from common import server_optimizers
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import Layout, State, norm, weighted_sum
+from strategies import server_optimizers
 from strategies.base import FederatedStrategy, Upload, Work, cohort_mean, hyperparameters
 
 # A group of norm zero would be multiplied by 0 and stay there for ever.

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common import server_optimizers
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State, weighted_sum
+from strategies import server_optimizers
 from strategies.base import (
     FederatedStrategy,
     Kind,

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common import server_optimizers
 from common.experiment import Experiment
 from common.vector import State, weighted_sum
+from strategies import server_optimizers
 from strategies.base import FederatedStrategy, Kind, Upload, Work, cohort_mean, hyperparameters, require_sgd
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.mixture import PRIVATE, Mixture
+from common.models.mixture import PRIVATE, Mixture
 from common.tasks.base import Task
 from strategies.base import FederatedStrategy, Upload, Work, hyperparameters, require_sgd
 
@@ -31,7 +31,7 @@ class PFedAFM(FederatedStrategy):
     here. Frozen BatchNorm layers of G still take a batch's own statistics in (a).
 
     Evaluation is each client's own, with the new G (the official code: with the G that it trained against). There is
-    no global model: G's own head, which the official code has, is never trained. Needs a `common.mixture.Mixture`:
+    no global model: G's own head, which the official code has, is never trained. Needs a `common.models.mixture`:
     task digits and those on images make one with task.extractor. F_i may differ from process to process, as the
     model's layout counts only what is shared; clients of one process have one architecture.
     """
@@ -65,6 +65,6 @@ class PFedAFM(FederatedStrategy):
         """Two extractors."""
         if not isinstance(model, Mixture):
             raise SettingsError(
-                f"strategy.name = 'pfedafm' needs a model of two extractors, common.mixture.Mixture, not "
+                f"strategy.name = 'pfedafm' needs a model of two extractors, common.models.mixture.Mixture, not "
                 f"{type(model).__name__}; 'digits' and the tasks on images make one with task.extractor"
             )

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
-from common.partition import Plan, make_plan, split_holdout
-from common.shift import check_shift, shifted
+from common.models.images import output_layer
+from common.partition.make import Plan, make_plan, split_holdout
+from common.partition.shift import check_shift, shifted
 from common.tasks.base import ClientData, Examples, Task
-from common.tasks.networks import output_layer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -87,7 +87,7 @@ class Classification(Task):
         return ClientData(pick(own, train), pick(own, evaluate))
 
     def output_layer(self, model: nn.Module) -> nn.Module | None:
-        """The last linear layer; see `common.tasks.networks.output_layer`."""
+        """The last linear layer; see `common.models.images.output_layer`."""
         return output_layer(model)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

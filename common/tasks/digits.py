@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.mixture import of_sequences
+from common.models.images import check_heads, cnn, mlp
+from common.models.mixture import of_sequences
 from common.seeds import derive
 from common.tasks.base import Examples
 from common.tasks.classification import Classification, pick
-from common.tasks.networks import check_heads, cnn, mlp
 
 
 class DigitsSettings(Section):

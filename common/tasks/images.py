@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.data.arrays import ImagesSettings, Pooled, drawn, examples_of, find, fit, pool
+from common.data.labels import agree, numbered
+from common.data.named_images import DATASETS, load
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings, checked
-from common.tasks.arrays import ImagesSettings, Pooled, drawn, examples_of, find, fit, pool
-from common.tasks.augment import crop_flip
+from common.models.augment import crop_flip
+from common.models.images import NORMS, WIDTHS, check_network, network
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification, pick
-from common.tasks.datasets import DATASETS, load
-from common.tasks.labels import agree, numbered
-from common.tasks.networks import NORMS, WIDTHS, check_network, network
 
 log = logging.getLogger("common.tasks")
 _told: set[str] = set()
@@ -118,7 +118,7 @@ class Images(Classification):
         if given.file is None:
             raw, place = load(self.name, self.variant, given)
         else:
-            from common.tasks.files import read_pooled
+            from common.data.sources import read_pooled
 
             path = find(given.file, "task.file", folders=True)
             raw, place = read_pooled(path, given, self._shape), str(path)
@@ -183,7 +183,7 @@ class Images(Classification):
         """
         if file is None:
             return super().client(name)
-        from common.tasks.files import read
+        from common.data.sources import read
 
         path = find(file, f"file of client {name!r}", folders=True)
         raw, source = read(path, self.settings, self.shape), str(path)
@@ -195,7 +195,7 @@ class Images(Classification):
         return self.site(name, own)
 
     def augment(self, batch: Any) -> Any:
-        """With `augment` = "crop-flip" random crops and mirror images; see common/tasks/augment.py."""
+        """With `augment` = "crop-flip" random crops and mirror images; see common/models/augment.py."""
         return batch if self.settings.augment == "none" else (crop_flip(batch[0]), *batch[1:])
 
     def features(self, inputs: Tensor) -> Tensor:

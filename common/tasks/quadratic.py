@@ -16,9 +16,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from common.data.arrays import find, opened
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.tasks.arrays import find, opened
 from common.tasks.base import ClientData, Examples, Task
 from common.tasks.classification import DTYPES
 

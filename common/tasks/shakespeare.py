@@ -14,15 +14,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.data.hub import Corpus, local_table, read_corpus
+from common.data.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, Section, checked
-from common.partition import Plan, make_plan, plan_of
-from common.shift import check_shift
+from common.models.texts import recurrent
+from common.partition.make import Plan, make_plan, plan_of
+from common.partition.shift import check_shift
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification
-from common.tasks.hub import Corpus, local_table, read_corpus
-from common.tasks.language import recurrent
-from common.tasks.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 
 CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"), test=())
 

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
+from common.data.arrays import drawn
+from common.data.arrow import Column, Table
+from common.data.hub import Corpus, local_table, read_corpus
+from common.data.tables import column, read_table, splits
+from common.data.tokens import Encoder
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, checked
-from common.tasks.arrays import drawn
-from common.tasks.arrow import Column, Table
+from common.models.texts import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
 from common.tasks.base import ClientData, Examples
 from common.tasks.classification import Classification
-from common.tasks.hub import Corpus, local_table, read_corpus
-from common.tasks.language import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
-from common.tasks.tables import column, read_table, splits
-from common.tasks.tokens import Encoder
 
 TEXTS = ("text", "sentence", "content")
 LABELS = ("label", "labels", "target", "class")

@@ -168,7 +168,7 @@ def heat(values: Floats, names: Sequence[str], rounds: Sequence[int], label: str
 
 def partition(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """The partition picture of class counts (clients, classes) as SVG."""
-    from server.pictures import partition_picture
+    from server.report.pictures import partition_picture
 
     counts_ = np.array(counts, np.int64)
     with _context():

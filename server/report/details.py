@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from server.compare.standings import PLAN, TUNED
 from server.report.contents import Options, accuracy_column, question
 from server.report.groups import Group, point
 from server.report.runs import Run, inner, read_json
 from server.report.scores import Mean, final
 from server.report.tables import DASH, Cell, Table, byte_count, count, plain, spread, text
-from server.standings import PLAN, TUNED
 
 HIDDEN = ("seed", "name", "checkpoint.every", "checkpoint.keep")
 """Settings that decide nothing, or that every run has its own of."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError
-from server import frames
+from server.report import frames
 from server.report.contents import Options
 from server.report.groups import Group
 from server.report.runs import Run, records

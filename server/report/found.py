@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError
-from server.cell import CELL
-from server.folder import HISTORY
+from server.compare.cell import CELL
+from server.compare.standings import CELLS
 from server.report.runs import Run, read, read_json
-from server.standings import CELLS
+from server.rounds.folder import HISTORY
 
 ENDED = (None, "finished")
 """States of a cell in cells.json of which there is nothing to tell."""

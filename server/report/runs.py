@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
-from server.cell import CELL
-from server.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
+from server.compare.cell import CELL
 from server.report.scores import percentile
+from server.rounds.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")

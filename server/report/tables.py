@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from server.display import size
 from server.report.scores import Mean
+from server.watch.display import size
 
 DASH = "–"
 BOUND = 1e30

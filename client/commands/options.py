@@ -1,0 +1,80 @@
+"""What the commands of `python -m client` share: options, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common import flower
+from common.deploy import logs
+from common.deploy.logs import LogFormat
+from common.errors import RunError, SettingsError
+from common.names import is_name
+
+DEFAULT_MEMORY = Path("~/.fedkeel/memory")
+
+
+def _checked_names(names: list[str]) -> list[str]:
+    for name in names:
+        if not is_name(name):
+            raise typer.BadParameter(f"{name!r}: letters, digits, '.', '_' and '-', at most 100, no leading sign")
+    if len(set(names)) < len(names):
+        raise typer.BadParameter("a name is given twice")
+    return names
+
+
+Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]
+Names = Annotated[
+    list[str],
+    typer.Option(
+        "--name",
+        callback=_checked_names,
+        help="This site's name, its own and always the same; given again, this process hosts several clients.",
+    ),
+]
+Data = Annotated[
+    str | None, typer.Option(metavar="PATH", help="This site's data, if the task reads any; {name} is the client's.")
+]
+Authority = Annotated[
+    Path | None, typer.Option(help="The server operator's ca.pem. Without: the system's authorities.")
+]
+Key = Annotated[
+    str | None, typer.Option(metavar="PATH", help="The private key of `keygen`; {name} is the client's name.")
+]
+PolicyFile = Annotated[
+    Path | None, typer.Option(help="What a server may ask of this site, in TOML; see client/policy.py")
+]
+Memory = Annotated[
+    Path | None,
+    typer.Option(
+        file_okay=False,
+        resolve_path=True,
+        help="Folder of what this site remembers between rounds; of several clients, each in one of its name. "
+        "Default: ~/.fedkeel/memory/NAME",
+    ),
+]
+Device = Annotated[str, typer.Option(help="Where to train: cpu, auto, cuda, cuda:1, ...")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow a plain connection to another machine.")]
+Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
+
+
+@contextmanager
+def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
+    flower.prepare()
+    logs.configure(log_format.value)
+    try:
+        flower.check_version()
+        yield
+    except SettingsError as error:
+        raise _ended(error, 2) from None
+    except RunError as error:
+        raise _ended(error, 1) from None
+
+
+def _ended(error: Exception, code: int) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(code)

@@ -1,0 +1,116 @@
+"""Commands for whoever runs a server: certificates, sites and a look at what would go wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.deploy.addresses import LOOPBACK
+from server.commands.options import (
+    ControlHost,
+    ControlPort,
+    FleetPort,
+    Host,
+    Insecure,
+    NodesFile,
+    State,
+    errors,
+)
+
+
+def certs(
+    host: Annotated[list[str] | None, typer.Option(help="DNS name that clients type; may be given again.")] = None,
+    ip: Annotated[list[str] | None, typer.Option(help="IP address that clients type; may be given again.")] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder.")] = Path("certs"),
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Until the server's certificate expires.")] = 825,
+) -> None:
+    """Make a certificate authority and the server's certificate, or with an authority that is there a new certificate.
+
+    Sites get OUT/ca.pem. OUT/ca.key signs further certificates: keep it off the server.
+    """
+    with errors():
+        from server.deploy import certs as authority
+
+        made = authority.write(out, host or [], ip or [], days)
+        typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
+        typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
+
+
+sites = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
+SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
+
+
+@sites.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub")
+def nodes_add(
+    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
+    key: Annotated[Path, typer.Argument(help="Its public key, from `python -m client keygen`.")],
+    file: SiteFile = Path("nodes.toml"),
+) -> None:
+    """Allow a site. A server that runs with this file lets it in within seconds."""
+    with errors():
+        from server.deploy import nodes
+
+        typer.echo(f"{name} may join with key {nodes.add(file, name, key)}")
+
+
+@sites.command("list")
+def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
+    """The sites that may join."""
+    with errors():
+        from common.deploy.keys import fingerprint
+        from server.deploy import nodes
+
+        for name, key in sorted(nodes.read(file).items()):
+            typer.echo(f"{name:20} {fingerprint(key)}")
+
+
+@sites.command("remove")
+def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
+    """Shut a site out. Its key is never taken back: to return, it needs a new one."""
+    with errors():
+        from server.deploy import nodes
+
+        nodes.remove(file, name)
+        typer.echo(f"{name} is shut out")
+
+
+def doctor(
+    experiment: Annotated[Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="Look at this too.")] = None,
+    host: Host = LOOPBACK,
+    fleet_port: FleetPort = 9092,
+    control_host: ControlHost = LOOPBACK,
+    control_port: ControlPort = 8000,
+    certs: Annotated[Path | None, typer.Option(file_okay=False, help="Folder of `python -m server certs`.")] = None,
+    insecure: Insecure = False,
+    nodes: NodesFile = None,
+    state: State = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
+    superlink: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Control address of a SuperLink that runs already.")
+    ] = None,
+    ca: Annotated[Path | None, typer.Option(help="With --superlink: the authority it is signed by.")] = None,
+    name: Annotated[list[str] | None, typer.Option(help="What sites type as the server's host.")] = None,
+) -> None:
+    """Look at all that `run` and `superlink` need, with the same options. Exit code 1 if something would fail."""
+    with errors():
+        from server.commands.doctor import doctor_command
+
+        code = doctor_command(
+            experiment=experiment,
+            host=host,
+            fleet_port=fleet_port,
+            control_host=control_host,
+            control_port=control_port,
+            certs=certs,
+            insecure=insecure,
+            nodes=nodes,
+            state=state,
+            run_dir=run_dir,
+            superlink=superlink,
+            ca=ca,
+            names=name or [],
+        )
+    sys.exit(code)

@@ -1,0 +1,90 @@
+"""What the commands of `python -m server` share: options, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from common import flower
+from common.deploy import logs
+from common.deploy.logs import LogFormat
+from common.errors import RunError, SettingsError
+
+File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
+RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
+Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
+Gpus = Annotated[
+    float, typer.Option(min=0.01, help="With --engine flower on a GPU: the part of it that each actor takes.")
+]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
+Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
+FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
+ControlHost = Annotated[
+    str, typer.Option(help="Where runs are submitted. Whoever reaches it runs code here: keep it to yourself.")
+]
+ControlPort = Annotated[int, typer.Option(min=1, max=65535, help="Where runs are submitted (HTTP).")]
+Certs = Annotated[
+    Path | None, typer.Option(exists=True, file_okay=False, help="TLS with the folder of `python -m server certs`.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text beyond this machine.")]
+NodesFile = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="Let in only the sites of this file; see `python -m server nodes`.")
+]
+State = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
+]
+Metrics = Annotated[
+    str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
+]
+
+
+Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
+
+
+def _cohort(text: str) -> int:
+    if text == "all":
+        return 0
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r}; allowed: all, or a number of clients from 1")
+    return int(text)
+
+
+Cohort = Annotated[
+    int | None,
+    typer.Option(
+        parser=_cohort,
+        metavar="all|N",
+        help="Train a round's clients as one batched model, all or N at once. Outside the promise of equal bits.",
+    ),
+]
+
+
+@contextmanager
+def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
+    """One message and an exit code instead of a stack trace: 2 for what the user wrote, 1 for a failed run."""
+    flower.prepare()
+    logs.configure(log_format.value)
+    # Clients of this process, in a simulation: what they have to say reaches the server and is told by it.
+    logging.getLogger("client.app").setLevel(logging.ERROR)
+    console = Console(stderr=True)
+    try:
+        flower.check_version()
+        yield
+    except SettingsError as error:
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+    except RunError as error:
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("stopped; go on with --resume")
+        sys.exit(130)

@@ -1,0 +1,118 @@
+"""A comparison as it runs: how far it is, how long it will take, which cells run; lines when not on a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from server.compare.plan import Tuning
+from server.rounds.folder import HISTORY
+from server.watch.display import Shown, headline
+
+LINES_EVERY_S = 30.0
+
+
+class Follower:
+    """A history as it grows: reads only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / HISTORY
+        self.round = 0
+        self.seconds = 0.0
+        self.accuracy: float | None = None
+        self.recent: deque[float] = deque(maxlen=Tuning().window)
+        """The last accuracies, of whose mean a run's score is made."""
+        self._at = 0
+
+    def look(self) -> Follower:
+        """Read the new whole lines; a history that was cut by a resumed run is read anew."""
+        with suppress(OSError):
+            if self._path.stat().st_size < self._at:
+                self.round, self.seconds, self._at = 0, 0.0, 0
+                self.recent.clear()
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._at += len(line)
+                    self._take(line)
+        return self
+
+    def _take(self, line: bytes) -> None:
+        with suppress(json.JSONDecodeError, KeyError):
+            record = json.loads(line)
+            self.round = record["round"]
+            self.seconds += record["seconds"]["total"]
+            if (accuracy := headline(record, "accuracy")) is not None:
+                self.accuracy = accuracy
+                self.recent.append(accuracy)
+
+
+def remaining_s(left: Iterable[tuple[str, int]], seen: Iterable[tuple[str, int, float]], workers: int) -> float | None:
+    """Seconds until all cells have run, at the pace so far.
+
+    `left`: variant and rounds of each cell that has not ended; `seen`: variant, rounds, seconds of what has run. A
+    variant that has not begun takes as long a round as the others do; None before any round.
+    """
+    pace: dict[str, list[float]] = {}
+    for variant, rounds, seconds in seen:
+        for key in (variant, ""):
+            total = pace.setdefault(key, [0.0, 0.0])
+            total[0], total[1] = total[0] + rounds, total[1] + seconds
+    if not pace.get("", [0.0])[0]:
+        return None
+    per_round = {key: seconds / rounds for key, (rounds, seconds) in pace.items() if rounds}
+    costs = [rounds * per_round.get(variant, per_round[""]) for variant, rounds in left]
+    # No cell is split over workers, so the longest one bounds the end.
+    return max([sum(costs) / workers, *costs]) if costs else 0.0
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes, seconds."""
+    if seconds is None:
+        return "-:--:--"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Progress(Shown):
+    """Shows a comparison. `quiet` shows nothing."""
+
+    def __init__(self, name: str, console: Console | None = None, quiet: bool = False) -> None:
+        self.console = console or Console(quiet=quiet)
+        self._name = name
+        self._started = time.monotonic()
+        self._told = self._started
+        self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+
+    def update(
+        self, cells: tuple[int, int], rounds: tuple[int, int], left_s: float | None, running: list[tuple[str, Any, int]]
+    ) -> None:
+        """`cells`, `rounds`: done and all; `running`: folder, follower, rounds of each cell under way."""
+        text = (
+            f"{self._name}  cells {cells[0]}/{cells[1]}  rounds {rounds[0]}/{rounds[1]}  "
+            f"{duration(time.monotonic() - self._started)}  left {duration(left_s)}"
+        )
+        if self.console.is_terminal:
+            bar = ProgressBar(total=max(1, rounds[1]), completed=rounds[0], width=min(60, self.console.width))
+            self._live.update(Group(Text(text), bar, *_running(running)))
+        elif time.monotonic() - self._told >= LINES_EVERY_S:
+            self._told = time.monotonic()
+            self.say(text)
+
+
+def _running(running: list[tuple[str, Any, int]]) -> Iterator[Text]:
+    for folder, follower, rounds in running:
+        reached = "" if follower.accuracy is None else f"  accuracy {follower.accuracy:.4f}"
+        yield Text(f"  {folder}  {follower.round}/{rounds}{reached}", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,158 @@
+"""The control leg of a Flower server: submit runs, ask how they are doing, stop them; say which sites may join."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    StreamLogsRequest,
+    UnregisterNodeRequest,
+)
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.error import FlowerError
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+from common.errors import RunError, SettingsError
+from common.flower import ROOT
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What the server says of a run: Flower's words, such as "finished", "failed", and a sentence."""
+
+    status: str
+    sub_status: str
+    details: str
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self.status == "finished"
+
+    @property
+    def completed(self) -> bool:
+        """Whether the run has ended well."""
+        return self.over and self.sub_status == "completed"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A site as the server knows it: its id there, its name ("" without node keys) and its public key in PEM."""
+
+    node_id: int
+    name: str
+    public_key: bytes
+    status: str = ""
+    """Flower's word: "registered", "online" or "offline"."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A Flower server's control address, HOST:PORT. With `ca`, the file of its authority, over TLS.
+
+    Every call raises RunError if the server does not answer or refuses.
+    """
+
+    address: str
+    ca: Path | None = None
+
+    def submit(self, project: Path = ROOT, run_config: Mapping[str, str | int | float | bool] | None = None) -> int:
+        """Bundle the project folder, start a run of it and return its id.
+
+        Keys of `run_config` must stand in the project's `[tool.flwr.app.config]`. Raises SettingsError if the
+        folder is no Flower app.
+        """
+        content = bundle(project)
+        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        config = user_config_to_proto(dict(run_config or {}))
+        with self._client() as client:
+            answer = client.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+        if not answer.HasField("run_id"):
+            raise RunError(f"the server at {self.address} did not start the run")
+        return int(answer.run_id)
+
+    def status(self, run_id: int) -> RunStatus:
+        """How a run is doing."""
+        with self._client() as client:
+            status = client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
+        return RunStatus(status.status, status.sub_status, status.details)
+
+    def log(self, run_id: int) -> str:
+        """What the server app has logged so far."""
+        with self._client() as client:
+            first = next(iter(client.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0))), None)
+        return first.log_output if first else ""
+
+    def stop(self, run_id: int) -> None:
+        """Stop a run; its server app ends within about half a minute."""
+        with self._client() as client:
+            client.StopRun(StopRunRequest(run_id=run_id))
+
+    def nodes(self) -> list[Node]:
+        """The sites that may join, and those that are here."""
+        with self._client() as client:
+            found = client.ListNodes(ListNodesRequest()).nodes_info
+        return [Node(n.node_id, n.name, n.public_key, n.status) for n in found if n.status != "unregistered"]
+
+    def online(self) -> list[int]:
+        """Ids of the nodes that the server takes for alive."""
+        return sorted(node.node_id for node in self.nodes() if node.status == "online")
+
+    def register(self, node: Node) -> None:
+        """Let a site join under its name and key."""
+        with self._client() as client:
+            client.RegisterNode(RegisterNodeRequest(public_key=node.public_key, name=node.name))
+
+    def unregister(self, node: Node) -> None:
+        """Shut a site out."""
+        with self._client() as client:
+            client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+
+    @contextmanager
+    def _client(self) -> Iterator[ControlHttpClient]:
+        try:
+            client = ControlHttpClient.from_server_address(
+                self.address,
+                self.ca is None,
+                self.ca.read_bytes() if self.ca else None,
+                [RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+            )
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"the authority's certificate {str(self.ca)!r} cannot be used: {error}") from None
+        try:
+            yield client
+        except httpx.HTTPStatusError as error:
+            flower_error = FlowerError.from_json(error.response.text)
+            text = " ".join(filter(None, (flower_error.message, flower_error.public_details))) if flower_error else ""
+            raise RunError(f"the Flower server at {self.address}: {text or error}") from None
+        except httpx.HTTPError as error:
+            raise RunError(f"no answer from the Flower server at {self.address}: {error}") from None
+        finally:
+            client.close()
+
+
+def bundle(project: Path) -> bytes:
+    """The project's Flower app bundle (FAB). Raises SettingsError if the folder is no Flower app."""
+    try:
+        settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+        # Flower's own collection walks the whole folder, virtual environments included: seconds.
+        patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*.py"])
+        paths = [path for pattern in patterns for path in project.glob(pattern.lstrip("/")) if path.is_file()]
+        paths += [project / "pyproject.toml", *project.glob(".gitignore")]
+        return build_fab_from_files({path.relative_to(project).as_posix(): path for path in paths})[0]
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(f"{project} is not a Flower app: {error}") from None

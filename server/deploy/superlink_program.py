@@ -1,0 +1,100 @@
+"""The SuperLink process: Flower's own program, without a line of log for each of a round's dozens of requests, with a
+bound on what it takes in at once, and with words for whom it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from typing import Any
+
+from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor
+from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.logger import update_console_handler
+
+from common.deploy.keys import fingerprint
+from common.flower import MOST_CALL_BYTES
+
+log = logging.getLogger("flwr")
+
+SILENT_S = 60.0
+"""A node that keeps trying is told of once in so many seconds."""
+
+REFUSALS = (
+    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED,
+    ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+)
+
+_told: dict[str, float] = {}
+
+
+def main() -> None:
+    """Run a SuperLink with the options of `flower-superlink`."""
+    update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
+    program: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    program.GRPC_MAX_MESSAGE_LENGTH = MOST_CALL_BYTES
+    _explain("ActivateNode", _why_not_activated)
+    _explain("RegisterNode", lambda servicer, key: f"key {_name(key)} is not registered")
+    _tell_failed_signatures()
+    # What Flower says of the same refusals, at every try, with the whole key.
+    log.addFilter(lambda record: "Attempted to register SuperNode" not in record.getMessage())
+    program.flower_superlink()
+
+
+def _explain(method: str, why: Any) -> None:
+    """Let a Fleet call that fails say why, to the node and in the log. Flower says neither."""
+    original = getattr(FleetServicer, method)
+
+    def explained(self: FleetServicer, request: Any, context: Any) -> Any:
+        try:
+            return original(self, request, context)
+        except FlowerError as error:
+            if error.code not in REFUSALS:
+                raise
+            reason = why(self, request.public_key)
+            _tell(reason)
+            raise FlowerError(error.code, error.message, error.public_details or reason) from error
+
+    setattr(FleetServicer, method, explained)
+
+
+def _why_not_activated(servicer: FleetServicer, key: bytes) -> str:
+    state = servicer.state_factory.state()
+    node = state.get_node_id_by_public_key(key)
+    if node is None:
+        return f"key {_name(key)} is not registered, or was removed"
+    name = next((info.name for info in state.get_node_info(node_ids=[node])), "") or node
+    return f"key {_name(key)} of {name} is in use by another process, or by one that ended seconds ago"
+
+
+def _tell_failed_signatures() -> None:
+    module: Any = node_auth_server_interceptor
+    original = module._unary_unary_rpc_terminator
+
+    def told(message: str, *more: Any) -> Any:
+        _tell(f"a call was not let in: {message}")
+        return original(message, *more)
+
+    module._unary_unary_rpc_terminator = told
+
+
+def _tell(reason: str) -> None:
+    now = time.monotonic()
+    if now - _told.get(reason, -SILENT_S) >= SILENT_S:
+        if len(_told) > 1000:  # keys come from the network
+            _told.clear()
+        _told[reason] = now
+        log.warning("refused a node: %s", reason)
+
+
+def _name(key: bytes) -> str:
+    try:
+        return fingerprint(key)
+    except (ValueError, IndexError):
+        return "that cannot be read"
+
+
+if __name__ == "__main__":
+    main()

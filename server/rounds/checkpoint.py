@@ -1,0 +1,154 @@
+"""Checkpoints: all that decides the rest of a run, in one file of tensors for each kept round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from common.errors import SettingsError
+from common.files import replacing
+from common.tensor_files import Damaged, read_tensors, unshared
+from common.vector import State, sha256
+from strategies.protocol.coordinator import Course
+
+FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds."""
+
+    round: int
+    run: str
+    generation: int
+    accepted: dict[str, int]
+    known: dict[str, int]
+    state: State
+    buffers: State
+    copies: State
+    downlink: State
+
+
+class Checkpoints:
+    """The kept checkpoints of a run folder.
+
+    Writing overlaps the next round: server states are never changed in place. `asked` therefore looks only at files
+    that are safely on disk.
+    """
+
+    def __init__(self, folder: Path, identity: str, keep: int) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._keep = keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        self._kept: dict[int, tuple[int, dict[str, int]]] = {}  # round -> generation, accepted
+
+    def save(self, course: Course) -> None:
+        """Begin to write the course's present state; waits for the write before it."""
+        self.wait()
+        about = {
+            "format": FORMAT,
+            "identity": self._identity,
+            "round": str(course.round),
+            "run": course.run,
+            "generation": str(course.generation),
+            "accepted": json.dumps(course.accepted),
+            "known": json.dumps(course.known),
+        }
+        tensors = {f"state/{k}": v for k, v in course.state.items()}
+        tensors |= {f"buffers/{k}": v for k, v in course.buffers.items()}
+        tensors |= {f"copies/{k}": v for k, v in course.copies.items()}
+        tensors |= {f"downlink/{k}": v for k, v in course.downlink.items()}
+        self._pending = self._writer.submit(self._write, course.round, tensors, about)
+
+    def wait(self) -> None:
+        """Until the write under way is on disk; raises its error."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Finish writing."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def asked(self, generation: int) -> dict[str, set[int]]:
+        """Name -> the versions of this generation that a run resumed from a kept checkpoint asks a client for."""
+        versions: dict[str, set[int]] = {}
+        for of, accepted in self._kept.copy().values():
+            for name, version in accepted.items() if of == generation else ():
+                versions.setdefault(name, set()).add(version)
+        return versions
+
+    def _write(self, round: int, tensors: State, about: Mapping[str, str]) -> None:
+        path = self._folder / f"{round:09d}.safetensors"
+        tensors = unshared(tensors)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, {**about, "sha256": _digest(about, tensors)})
+        self._kept[round] = int(about["generation"]), json.loads(about["accepted"])
+        for old in sorted(self._kept)[: -self._keep]:
+            (self._folder / f"{old:09d}.safetensors").unlink(missing_ok=True)
+            del self._kept[old]
+
+    def latest(self) -> Checkpoint:
+        """The newest whole checkpoint.
+
+        Later files than that one (damaged) are removed. Raises SettingsError if there is none or if it belongs to
+        another experiment.
+        """
+        for path in sorted(self._folder.glob("*.safetensors"), reverse=True):
+            loaded = read(path)
+            if loaded is None:
+                path.unlink()
+                continue
+            checkpoint, identity = loaded
+            if identity != self._identity:
+                raise SettingsError(
+                    f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
+                    f"experiment's {self._identity}; only rounds, [evaluate] and [checkpoint] may change"
+                )
+            for earlier in sorted(self._folder.glob("*.safetensors")):
+                if (found := read(earlier)) is not None:
+                    self._kept[found[0].round] = found[0].generation, found[0].accepted
+            return checkpoint
+        raise SettingsError(f"nothing to resume: no whole checkpoint in {str(self._folder)!r}")
+
+
+def _digest(about: Mapping[str, str], tensors: State) -> str:
+    """Hash of all that a file holds: settings and tensors."""
+    return hashlib.sha256(f"{sorted(about.items())} {sha256(tensors)}".encode()).hexdigest()
+
+
+def read(path: Path) -> tuple[Checkpoint, str] | None:
+    """A checkpoint and the identity of its experiment; None if the file is damaged."""
+    try:
+        tensors, about = read_tensors(path)
+    except Damaged:
+        return None
+    if about.get("format") != FORMAT or about.pop("sha256", "") != _digest(about, tensors):
+        return None
+    parts: dict[str, State] = {"state": {}, "buffers": {}, "copies": {}, "downlink": {}}
+    for name, tensor in tensors.items():
+        part, _, key = name.partition("/")
+        parts[part][key] = tensor
+    checkpoint = Checkpoint(
+        int(about["round"]),
+        about["run"],
+        int(about["generation"]),
+        json.loads(about["accepted"]),
+        json.loads(about["known"]),
+        parts["state"],
+        parts["buffers"],
+        parts["copies"],
+        parts["downlink"],
+    )
+    return checkpoint, about["identity"]

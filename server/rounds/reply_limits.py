@@ -1,0 +1,67 @@
+"""A bound on what a reply may cost before it has been read: a wrong or hostile one is dropped alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Message
+from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_object import InflatableObject
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+from server.rounds.loop import Prepared
+
+SLACK_BYTES = 64 * 2**20
+
+_most_bytes = 2**31
+
+
+def bound_replies(prepared: Prepared) -> None:
+    """Take no more from one client than twice what the experiment's uploads hold, and some slack."""
+    global _most_bytes
+    model = prepared.model
+    vector = model.vector.numel() * model.vector.element_size()
+    buffers = sum(value.numel() * value.element_size() for value in model.buffers.values())
+    _most_bytes = 2 * (len(prepared.strategy.payload) * vector + buffers) + SLACK_BYTES
+
+
+class _Pulled(dict[str, bytes]):
+    """The parts of a message, put together already."""
+
+    whole: InflatableObject | None = None
+
+
+def pull_within_bounds(object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any) -> _Pulled:
+    """Flower's `pull_objects`, with two more reasons to give a message up: it is too large, or nonsense.
+
+    Raises ObjectPullError, which Flower's Grid turns into an error reply in place of this one message. Other errors
+    would end the run, and replies that arrived with it would be lost.
+    """
+    taken = 0
+
+    def pull(object_id: str) -> bytes:
+        nonlocal taken
+        content = pull_object_fn(object_id)
+        taken += len(content)
+        if taken > _most_bytes:
+            raise ObjectPullError(object_id, f"the reply holds more than {_most_bytes / 1e6:.0f} MB")
+        return content
+
+    root = object_ids[-1]  # Flower lists the parts before the whole.
+    pulled = _Pulled(inflatable_utils.pull_objects(list(dict.fromkeys(object_ids)), pull, **options))
+    try:
+        pulled.whole = inflatable_utils.inflate_object_from_contents(root, pulled)
+    except Exception as error:
+        raise ObjectPullError(root, f"the reply cannot be put together: {type(error).__name__}: {error}") from None
+    if not isinstance(pulled.whole, Message):
+        raise ObjectPullError(root, f"the reply is a {type(pulled.whole).__name__}, not a message")
+    return pulled
+
+
+def guard_replies() -> None:
+    """Put the bounds between Flower's Grid and the network, in this process."""
+    grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
+    grid.pull_objects = pull_within_bounds
+    grid.inflate_object_from_contents = lambda object_id, pulled: pulled.whole

@@ -1,0 +1,176 @@
+"""Who is here: clients by name. Node ids come and go, names stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+
+from common.errors import RunError, SettingsError
+from common.experiment import Experiment
+from common.flower import versions
+from server.rounds.exchange import Exchange
+from server.rounds.stopping import Stop, Stopped
+from strategies.protocol.coordinator import Course
+from strategies.protocol.members import Member, members_of, roll_messages
+from strategies.protocol.messages import Refused
+
+POLL_S = 0.05
+UNANSWERED = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+ROLL_CALL_S, SILENCE_S = 30.0, 60.0
+
+
+class Roster:
+    """The roll: called at the start and for every node that joins."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        experiment: Experiment,
+        course: Course,
+        plan: str,
+        say: Callable[[str], None],
+        stop: Stop = lambda: None,
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self.in_flight: dict[int, int] = {}
+        self._grid = grid
+        self._experiment = experiment
+        self._course = course
+        self._plan = plan
+        self._say = say
+        self._stop = stop
+        self._nodes: dict[int, str] = {}
+        """Node on the roll -> when it was activated: another time is another process."""
+        self._refused: dict[int, str] = {}
+        self._overdue: set[int] = set()
+        """Nodes that have just missed a deadline: one that died may still seem to be online."""
+        self._silent: dict[int, float] = {}
+        """Node that did not answer its roll call -> when to call it again."""
+
+    @property
+    def trainers(self) -> list[str]:
+        """Names of the clients that hold training examples."""
+        return [name for name, member in self.members.items() if member.examples]
+
+    @property
+    def evaluators(self) -> list[str]:
+        """Names of the clients that hold evaluation examples, sorted."""
+        return sorted(name for name, member in self.members.items() if member.evaluation)
+
+    def wait(self, count: int, deadline_s: float, strict: bool) -> None:
+        """Call the roll until `count` clients are here.
+
+        With `strict` a refused node raises SettingsError at once: where all clients are started by one command there
+        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused.
+        """
+        started = time.monotonic()
+        said = False
+        while True:
+            self.refresh(strict)
+            if len(self.members) >= count:
+                return
+            self._heed()
+            if time.monotonic() - started > deadline_s:
+                here = ", ".join(sorted(self.members)) or "none"
+                refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
+                raise RunError(
+                    f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}{refused}"
+                )
+            if not said:
+                self._say(f"waiting for clients: {len(self.members)} of {count} are here")
+                said = True
+            time.sleep(POLL_S)
+
+    def gather(self, count: int, deadline_s: float) -> bool:
+        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds."""
+        started = time.monotonic()
+        self.refresh()
+        while len(self.trainers) < count:
+            if time.monotonic() - started > deadline_s:
+                return False
+            self._heed()
+            time.sleep(POLL_S)
+            self.refresh()
+        return True
+
+    def _heed(self) -> None:
+        if self._stop() is not None:
+            raise Stopped
+
+    def overdue(self, names: Iterable[str]) -> None:
+        """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
+        self._overdue = {self.members[name].node for name in names if name in self.members}
+        if self._overdue:
+            self._refused.clear()
+
+    def restarted(self) -> set[int]:
+        """Nodes on the roll whose process has started anew since: what they were asked is lost."""
+        return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
+
+    def _online(self) -> dict[int, NodeInfo]:
+        return {info.node_id: info for info in self._grid.get_nodes()}
+
+    def refresh(self, strict: bool = False) -> None:
+        """Take out nodes that left and call the roll of new ones.
+
+        A node that must not take part is refused: with `strict` (before round 1) as SettingsError, later with a
+        line in the log.
+        """
+        online = self._online()
+        left = {node for node, stamp in self._nodes.items() if node not in online or _stamp(online[node]) != stamp}
+        if gone := left | (self._refused.keys() - online.keys()):
+            self.members = {name: m for name, m in self.members.items() if m.node not in gone}
+            for node in left:
+                del self._nodes[node]
+            # A client that started anew was refused for as long as its old node seemed to be alive.
+            self._refused.clear()
+        resting = {node for node, until in self._silent.items() if time.monotonic() < until}
+        new = sorted(online.keys() - self._nodes.keys() - self._refused.keys() - resting)
+        if not new:
+            return
+        # A node that seems to be online and says nothing must not hold up every round.
+        self._silent |= dict.fromkeys(new, time.monotonic() + ROLL_CALL_S + SILENCE_S)
+        for node, reply in self._call(new).items():
+            if reply.has_error() and reply.error.code in UNANSWERED:
+                continue  # Flower's own word in place of an answer
+            self._silent.pop(node, None)
+            try:
+                self._enter(online[node], reply)
+            except Refused as error:
+                self._refused[node] = str(error)
+                if strict:
+                    raise SettingsError(str(error)) from None
+                self._say(f"refused node {node}: {error}")
+
+    def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
+        deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
+        messages = roll_messages(self._experiment, self._course.run, nodes, ttl=deadline)
+        by_name = {str(message.metadata.dst_node_id): message for message in messages}
+        exchange = Exchange(self._grid, stop=self._stop)
+        return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
+
+    def _enter(self, info: NodeInfo, reply: Message) -> None:
+        node = info.node_id
+        members, in_flight = members_of(node, reply, self._course.layout, self._plan)
+        for member in members:
+            name = member.name
+            if info.name and name != info.name:
+                raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")
+            if name in self.members and self.members[name].node not in self._overdue:
+                raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
+            if member.versions != (own := versions()):
+                self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
+        self._course.admit(members)
+        self.members |= {member.name: member for member in members}
+        self.in_flight[node] = in_flight
+        self._nodes[node] = _stamp(info)
+
+
+def _stamp(info: NodeInfo) -> str:
+    """When a node was activated, "" where Flower does not say (simulation)."""
+    return str(info.last_activated_at)

@@ -1,0 +1,114 @@
+"""A run that another process works on, seen in its folder: its rounds, its notes, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.errors import RunError, SettingsError
+from server.rounds.folder import HISTORY, NOTES, RunFolder
+from server.rounds.stopping import Stop
+from server.watch.viewers import Viewer
+
+LOOK_S = 0.1
+ASK_S = 2.0
+AT_ONCE_S = 2.0
+MARGIN_S = 15.0
+"""How long after the grace of a stop the server app may take to write its state and end."""
+
+
+def follow(
+    folder: RunFolder,
+    display: Viewer,
+    stop: Stop,
+    trouble: Callable[[], str | None],
+    dead: Callable[[], str | None],
+) -> None:
+    """Show the history as it grows until the run is over; raise its error. Pass a request to stop on to it.
+
+    `trouble()`: why it cannot go on, looked at all the time; `dead()`: why it has ended without a word, every
+    `ASK_S` seconds. Ctrl-C stops the run at once.
+    """
+    try:
+        _follow(folder, display, stop, trouble, dead)
+    except KeyboardInterrupt:
+        folder.stop.ask(0)
+        end = time.monotonic() + AT_ONCE_S
+        while folder.status().get("status") == "running" and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        raise
+
+
+def _follow(
+    folder: RunFolder,
+    display: Viewer,
+    stop: Stop,
+    trouble: Callable[[], str | None],
+    dead: Callable[[], str | None],
+) -> None:
+    history, notes = Tail(folder.path / HISTORY), Tail(folder.path / NOTES, skip=True)
+    asked, stopping = time.monotonic(), False
+    after: int | None = None
+    while True:
+        status = folder.status()
+        display.tick(str(status.get("status", "unknown")))
+        after = status.get("after", after)
+        if after is not None:
+            for line in history.lines():
+                if (record := json.loads(line))["round"] > after:
+                    display.show(record)
+        for line in notes.lines():
+            display.say(line)
+        if status.get("status") in ("finished", "stopped"):
+            return
+        if status.get("status") == "failed":
+            raise failure(folder)
+        if (why := trouble()) is not None:
+            raise RunError(why)
+        if (until := stop()) is not None:
+            if not stopping:
+                stopping = True
+                grace_s = max(0.0, until - time.monotonic())
+                folder.stop.ask(grace_s)
+                display.say(f"stopping after the round in hand, within {grace_s:.0f} s; once more to stop at once")
+            if time.monotonic() > until + MARGIN_S:
+                raise RunError("the run did not stop in time; go on with --resume")
+        if time.monotonic() - asked > ASK_S:
+            asked = time.monotonic()
+            if (why := dead()) and folder.status().get("status") not in ("finished", "failed", "stopped"):
+                raise RunError(why)
+        time.sleep(LOOK_S)
+
+
+class Tail:
+    """The new whole lines of a file that grows, or that is replaced by another one as a whole."""
+
+    def __init__(self, path: Path, skip: bool = False) -> None:
+        self._path, self._offset, self._file = path, 0, 0
+        if skip and path.exists():
+            self._offset, self._file = path.stat().st_size, path.stat().st_ino
+
+    def lines(self) -> Iterator[str]:
+        """What was added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._file or about.st_size < self._offset:
+                    self._file, self._offset = about.st_ino, 0
+                file.seek(self._offset)
+                added = file.read()
+        except FileNotFoundError:
+            return
+        whole = added.rpartition(b"\n")[0]
+        self._offset += len(whole) + 1 if whole else 0
+        yield from whole.decode("utf-8", "replace").splitlines()
+
+
+def failure(folder: RunFolder) -> Exception:
+    """The error that a run left in its folder."""
+    status = folder.status()
+    text = str(status.get("error", "the run failed"))
+    return SettingsError(text) if status.get("exit_code") == 2 else RunError(text)

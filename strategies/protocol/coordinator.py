@@ -1,0 +1,374 @@
+"""The course of a run: server state, roll and acknowledgements, and how one round changes them.
+
+Here the four methods are carried over messages, once for all algorithms. `server/rounds/loop.py` adds the waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import Message, MessageType
+
+from common import vector
+from common.compression.feedback import Codec, Kind
+from common.experiment import Experiment
+from common.seeds import derive
+from common.vector import FlatModel, Layout, State
+from strategies.base import FederatedStrategy, Upload, all_finite
+from strategies.protocol import wire
+from strategies.protocol.downlink import Downlink
+from strategies.protocol.members import Member
+from strategies.protocol.messages import EvaluateHead, Refused, Reply, TrainHead, content_of
+from strategies.protocol.participation import Pace
+
+
+class NotFinite(ArithmeticError):
+    """An aggregate with NaN or Inf: the round is rolled back."""
+
+
+@dataclass
+class Course:
+    """Everything of a run that changes, on the server's side.
+
+    `layout` is the model's hash, `slots` name -> slot in it. `state` and `buffers` are the model and what the algorithm
+    keeps; `copies` what the server holds of each client's uploads ("client/copy.group", EF21), `downlink` of what
+    clients hold; `known` name -> training examples of every client that was ever on the roll (the N and n of
+    trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
+    may ask for; `order` that of the last messages; `assigned` what each client was assigned in them.
+    """
+
+    strategy: FederatedStrategy
+    experiment: Experiment
+    run: str
+    layout: str
+    slots: Layout
+    state: State
+    buffers: State
+    copies: State = field(default_factory=dict)
+    downlink: State = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    keep: dict[str, set[int]] = field(default_factory=dict)
+    generation: int = 1
+    round: int = 0
+    order: int = 0
+    assigned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._codec = Codec(self.experiment.compression, self.slots)
+        self._down = Downlink(self.strategy, self.experiment, self.slots)
+        self._looked: dict[str, State] = {}
+        self.pace = Pace(self.experiment)
+        self._bounds: dict[str, int] = {}
+        self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
+
+    @classmethod
+    def begin(cls, strategy: FederatedStrategy, experiment: Experiment, run: str, model: FlatModel) -> Course:
+        """The course before round 1, with the model's present weights and buffers."""
+        buffers = {name: value.clone() for name, value in model.buffers.items()}
+        state = strategy.init(model.vector.clone())
+        return cls(strategy, experiment, run, model.layout_hash, model.layout, state, buffers)
+
+    @property
+    def total(self) -> int:
+        """n: training examples of all known clients."""
+        return sum(self.known.values())
+
+    @property
+    def trainers(self) -> int:
+        """How many known clients hold training examples."""
+        return sum(examples > 0 for examples in self.known.values())
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """Put new clients on the roll. A tracker is an average over all of them, so it shrinks as they join: a new
+        client's own part is zero.
+
+        Raises Refused if a known client now announces another number of examples.
+        """
+        before, new = self._mass(), {member.name: member.examples for member in members}
+        for name, examples in new.items():
+            if self.known.get(name, examples) != examples:
+                raise Refused(
+                    "changed",
+                    f"client {name!r} announced {self.known[name]} training examples at first and {examples} now; "
+                    "start a new run",
+                )
+        self.known |= new
+        after = self._mass()
+        if before and after != before:
+            held = [name for name in self.strategy.trackers if name in self.state]
+            self.state |= {name: self.state[name] * (before / after) for name in held}
+
+    def _mass(self) -> int:
+        """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
+        return self.trainers if self.strategy.weights == "uniform" else self.total
+
+    def lr(self, round: int) -> float:
+        """The local rate of a round: from the server's round, also for a client that skipped some."""
+        local = self.experiment.local
+        if local.schedule == "exponential":
+            return local.lr * local.decay ** (round - 1)
+        if local.schedule == "cosine":
+            return local.lr * (1 + math.cos(math.pi * (round - 1) / self.experiment.rounds)) / 2
+        return local.lr
+
+    def new_generation(self) -> None:
+        """Zero every tracker on both sides: after a client lost memory that is bound to server state."""
+        self.generation += 1
+        self.state = self.strategy.reset(self.state)
+        self.copies = {}
+        self.downlink = self._down.start(self.strategy.broadcast(self.state))
+        self.accepted.clear()
+        self.keep.clear()
+
+    def lost_memory(self, name: str) -> bool:
+        """A client lost its memory. Returns whether server state is bound to it, so that a new generation is due; if it
+        is the client's own affair, it starts from nothing and is sent everything."""
+        if self.strategy.memory_kind(self.experiment) == "bound":
+            return True
+        self.accepted.pop(name, None)
+        return False
+
+    def messages(
+        self, round: int, members: Sequence[Member], ttl: float, informed: State | None = None, phase: str = ""
+    ) -> dict[str, Message]:
+        """One TRAIN message for each member, by name. All that hold the same share one copy of the broadcast.
+
+        `informed`: the state after a round's first exchange; `phase` = "survey" is that exchange.
+        """
+        broadcast = self.strategy.broadcast(self.state if informed is None else informed)
+        holders: set[str] = set()
+        if self._down.saves and round > 1 and not phase:
+            holders = {m.name for m in members if self.accepted.get(m.name) == round - 1}
+        # A record is a copy of all that it holds: only those that somebody is sent.
+        whole = rest = None
+        digest = ""
+        if len(holders) < len(members):
+            whole = wire.to_records(self._down.whole(broadcast, self.downlink))
+        if holders:
+            left, digest = self._down.rest(broadcast, self.downlink)
+            rest = wire.to_records(left)
+        buffers = wire.to_records(self.buffers)
+        self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
+        text, total = self.experiment.json(), self.total
+        budgets = {member.name: self.pace.budget(round, member) for member in members}
+        self._bounds = {name: budget.steps for name, budget in budgets.items()}
+        # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
+        self.order = max(self.order + 1, time.time_ns())
+        return {
+            member.name: Message(
+                content_of(
+                    TrainHead(
+                        experiment=text,
+                        run=self.run,
+                        client=member.name,
+                        generation=self.generation,
+                        round=round,
+                        accepted=self.accepted.get(member.name, 0),
+                        keep=self._kept(member.name),
+                        share=self.known[member.name] / total,
+                        lr=self.lr(round),
+                        layout=self.layout,
+                        order=self.order,
+                        phase=phase,
+                        holds=round - 1 if member.name in holders else 0,
+                        digest=digest if member.name in holders else "",
+                        epochs=budgets[member.name].epochs,
+                        steps=budgets[member.name].steps,
+                    ),
+                    rest if member.name in holders else whole,
+                    buffers,
+                    self.assigned.get(member.name, {}),
+                ),
+                dst_node_id=member.node,
+                message_type=MessageType.TRAIN,
+                group_id=str(round),
+                ttl=ttl,
+            )
+            for member in members
+        }
+
+    def _kept(self, name: str) -> list[int]:
+        return sorted({*self.keep.get(name, ()), self.accepted.get(name, 0)} - {0})
+
+    def evaluation_messages(self, round: int, members: Sequence[Member], ttl: float) -> dict[str, Message]:
+        """One EVALUATE message for each member, by name."""
+        state = wire.to_records({"model": self.state["model"]})
+        buffers = wire.to_records(self.buffers)
+        text = self.experiment.json()
+        return {
+            member.name: Message(
+                content_of(
+                    EvaluateHead(
+                        text,
+                        self.run,
+                        member.name,
+                        round,
+                        self.layout,
+                        self.generation,
+                        self.accepted.get(member.name, 0),
+                    ),
+                    state,
+                    buffers,
+                    {},
+                ),
+                dst_node_id=member.node,
+                message_type=MessageType.EVALUATE,
+                group_id=str(round),
+                ttl=ttl,
+            )
+            for member in members
+        }
+
+    def check(self, round: int, name: str, reply: Reply, phase: str = "") -> Upload:
+        """The upload in a reply from client `name`, or Refused with the reason: nothing unchecked meets the model."""
+        head = reply.head
+        asked = (self.run, name, self.generation, round, self.layout)
+        told = (head.run, head.client, head.generation, head.round, head.layout)
+        if told != asked:
+            raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
+        if head.status != "ok":
+            raise Refused(head.status, head.reason)
+        if not 0 < head.examples <= self.known[name]:
+            raise Refused("examples", f"{head.examples} not in 1..{self.known[name]}, the roll's number")
+        if head.steps < 1 and not phase:
+            raise Refused("steps", f"{head.steps} local steps")
+        if 0 < self._bounds.get(name, 0) < head.steps:
+            raise Refused("steps", f"{head.steps} local steps, asked for {self._bounds[name]} at most")
+        if head.lr != self.lr(round):
+            raise Refused("mismatch", f"local rate {head.lr}, expected {self.lr(round)}")
+        payload = self.strategy.survey if phase else self.strategy.expects(self.assigned.get(name, {}))
+        upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=self.slots)
+        upload.vectors, upload.copies = self._decoded(round, name, reply.state, payload)
+        if not phase:
+            _same_groups("buffers", reply.buffers, self.buffers.keys())
+            for group, own in self.buffers.items():
+                _same_layout(group, reply.buffers[group], own)
+            upload.buffers = reply.buffers
+        self._check_values(upload, payload)
+        try:
+            self.strategy.check_upload(upload.vectors)
+        except ValueError as error:
+            raise Refused("meaningless", str(error)) from None
+        return upload
+
+    def _decoded(self, round: int, name: str, sent: State, payload: Mapping[str, Kind]) -> tuple[State, State]:
+        """What a client means by what it sent: vectors by group, and the new copies of this client."""
+        model, prefix = self.state["model"], f"{name}/"
+        held = {key.removeprefix(prefix): v for key, v in self.copies.items() if key.startswith(prefix)}
+        try:
+            vectors, copies = self._codec.decode(
+                sent, payload, model, held, lambda group: upload_seed(self.experiment.seed, name, round, group)
+            )
+        except ValueError as error:
+            raise Refused("layout", str(error)) from None
+        _same_groups("upload", vectors, payload.keys())
+        for group, kind in payload.items():
+            like = torch.empty((), dtype=torch.float64) if kind == "scalar" else model
+            _same_layout(group, vectors[group], like)
+        return vectors, {f"{name}/{key}": value for key, value in copies.items()}
+
+    def _check_values(self, upload: Upload, payload: Mapping[str, Kind]) -> None:
+        bound = self.experiment.round.max_upload_norm
+        for group, value in upload.vectors.items():
+            size = vector.norm(value)
+            if not math.isfinite(size):
+                raise Refused("not finite", f"{group} holds NaN or Inf")
+            upload.metrics[f"norm.{group}"] = size
+            if bound is not None and payload[group] != "scalar" and size > bound:
+                raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
+        for group, value in upload.buffers.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise Refused("not finite", f"{group} holds NaN or Inf")
+        if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
+            raise Refused("not finite", f"training loss {loss}")
+
+    def check_evaluation(self, member: Member, reply: Reply) -> None:
+        """Raise Refused unless a reply holds that client's metrics of the present model."""
+        head = reply.head
+        told, asked = (head.run, head.client, head.round, head.layout), (self.run, member.name, self.round, self.layout)
+        if told != asked:
+            raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
+        if head.status != "ok":
+            raise Refused(head.status, head.reason)
+        if not 0 < head.examples <= member.evaluation:
+            raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
+
+    def inform(self, round: int, uploads: Sequence[Upload]) -> State:
+        """The state of this round after its first exchange. Raises NotFinite."""
+        state = self._applied(round, self._weighted(uploads), self.state, self.strategy.inform)
+        if not all_finite(state):
+            raise NotFinite(f"the first exchange of round {round} is not finite")
+        self._looked = {upload.name: upload.copies for upload in uploads}
+        return state
+
+    def advance(self, round: int, uploads: Sequence[Upload], informed: State | None = None) -> list[Upload]:
+        """Aggregate in name order, acknowledge and move on to `round`; returns the uploads in the order summed.
+
+        `informed`: the state after the round's first exchange, if it has one. Raises NotFinite and changes nothing if
+        the aggregate is not finite.
+        """
+        ordered = self._weighted(uploads)
+        before = self.state if informed is None else informed
+        state = self._applied(round, ordered, before, self.strategy.aggregate)
+        buffers = mean_buffers(self.buffers, ordered)
+        if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
+            raise NotFinite(f"the aggregate of round {round} is not finite")
+        downlink = self._down.follow(self.downlink, self.strategy.broadcast(state), round + 1)
+        if not all_finite({name: value for name, value in downlink.items() if "/" not in name}):
+            raise NotFinite(f"the compressed model of round {round} is not finite")
+        self.state, self.buffers, self.downlink, self.round = state, buffers, downlink, round
+        for upload in ordered:
+            self.copies |= upload.copies | (self._looked[upload.name] if informed is not None else {})
+            self.accepted[upload.name] = round
+        return ordered
+
+    def _weighted(self, uploads: Sequence[Upload]) -> list[Upload]:
+        """The uploads in name order, each with what it counts."""
+        ordered = sorted(uploads, key=lambda upload: upload.name)
+        uniform = self.strategy.weights == "uniform"
+        cohort, mass = sum(upload.examples for upload in ordered), self._mass()
+        for upload in ordered:
+            upload.weight = 1 / len(ordered) if uniform else upload.examples / cohort
+            upload.tracker_weight = 1 / mass if uniform else self.known[upload.name] / mass
+        return ordered
+
+    def _applied(
+        self, round: int, uploads: list[Upload], state: State, step: Callable[[State, Sequence[Upload]], State]
+    ) -> State:
+        try:
+            return step(state, uploads)
+        except ArithmeticError as error:
+            raise NotFinite(f"the aggregate of round {round} has no value: {error}") from error
+
+
+def upload_seed(seed: int, name: str, round: int, group: str) -> int:
+    """Of what a client sends in one round, the same on both sides."""
+    return derive(seed, "upload", name, round, group)
+
+
+def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
+    """Cohort means of floating buffers. Integer and boolean ones (counters, masks) take the largest value sent and
+    keep their dtype: an average of counters is no counter."""
+    result: State = {}
+    for name, own in buffers.items():
+        sent = [upload.buffers[name] for upload in uploads]
+        if own.is_floating_point():
+            result[name] = vector.weighted_sum(sent, [upload.weight for upload in uploads])
+        else:
+            result[name] = torch.stack(list(sent)).amax(dim=0).to(own.dtype)
+    return result
+
+
+def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:
+    if set(got) != set(expected):
+        raise Refused("layout", f"{what} {sorted(got)}, expected {sorted(expected)}")
+
+
+def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
+    if got.shape != like.shape or got.dtype != like.dtype:
+        raise Refused("layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}")

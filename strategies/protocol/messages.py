@@ -1,0 +1,252 @@
+"""What travels: the fields of each message, how they are written and how a reply is read. Both sides use this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from common.experiment import Experiment, checked
+from common.vector import State
+from strategies.base import Upload
+from strategies.protocol import wire
+
+HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
+
+# Why an error reply came, as one word of the history; any other code is "failed".
+_CAUSES = {
+    ErrorCode.NODE_UNAVAILABLE: "offline",
+    ErrorCode.CLIENT_APP_CRASHED: "crashed",
+    ErrorCode.MESSAGE_UNAVAILABLE: "lost",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "lost",
+}
+
+KINDS = ("offline", "crashed", "timed out", "late", "lost", "failed", "empty", "refused", "memory-lost")
+"""Causes that stand for themselves; all others, about what a reply holds, are of the kind "invalid"."""
+
+T = TypeVar("T")
+
+
+class Refused(ValueError):
+    """A reply that must not touch the model; the text is the reason in the history."""
+
+    def __init__(self, cause: str, detail: str = "") -> None:
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause = cause
+
+    @property
+    def kind(self) -> str:
+        """The cause as one of a few words, for counting."""
+        return self.cause if self.cause in KINDS else "invalid"
+
+
+@dataclass(frozen=True)
+class TrainHead:
+    """The settings of a TRAIN message: all that a client needs, so that it keeps no copy of the experiment."""
+
+    experiment: str
+    run: str
+    client: str
+    generation: int
+    round: int
+    accepted: int
+    """The last round of this generation whose upload from this client entered an aggregate; 0: none."""
+    keep: list[int]
+    """All versions that the server may ever ask for again: the accepted one and those of its kept checkpoints."""
+    share: float
+    lr: float
+    layout: str
+    phase: str = ""
+    """"survey" for a round's first exchange, where there is one."""
+    holds: int = 0
+    """The round whose broadcast this one builds upon: the client's memory of it is needed. 0: all is sent."""
+    digest: str = ""
+    """With `holds`: hash of the whole broadcast."""
+    order: int = 0
+    """Rises from try to try, over resumes too: a client works on no message that is not newer than the last one it has
+    saved a version for. 0: any time."""
+    epochs: int = 0
+    """In place of the local work that the settings name. 0: as they say."""
+    steps: int = 0
+    """At most so many local steps: the client is a straggler. 0: no bound."""
+
+
+@dataclass(frozen=True)
+class EvaluateHead:
+    """The settings of an EVALUATE message; generation and accepted as of TRAIN, for clients with personal parts."""
+
+    experiment: str
+    run: str
+    client: str
+    round: int
+    layout: str
+    generation: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class RollHead:
+    """The settings of a roll call: "who are you, and do you hold the same task?" """
+
+    experiment: str
+    run: str
+
+
+@dataclass(frozen=True)
+class RollReply:
+    """One node's answer: parallel lists over the clients that it hosts, usually one."""
+
+    names: list[str]
+    examples: list[int]
+    evaluation: list[int]
+    steps: list[int]
+    labels: list[str]
+    """JSON lists of class counts, or "" where the site does not share them."""
+    layout: str
+    plan: str
+    device: str
+    versions: str
+    in_flight: int = 0
+    """How many messages the node takes at once; 0: any number."""
+    error: str = ""
+    """Why the node cannot take part."""
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """The settings of a reply to TRAIN or EVALUATE."""
+
+    run: str
+    client: str
+    generation: int
+    round: int
+    layout: str
+    status: str
+    """"ok", "memory-lost", "empty" (no examples), "refused" (by the site's policy) or "error"."""
+    reason: str = ""
+    examples: int = 0
+    steps: int = 0
+    lr: float = 0.0
+
+
+@dataclass
+class Reply:
+    """A reply, read but not yet checked against what was asked."""
+
+    head: ReplyHead
+    state: State = field(default_factory=dict)
+    buffers: State = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+
+
+def write_head(head: Any) -> ConfigRecord:
+    """A head dataclass as a record; empty lists are left out, Flower cannot carry them."""
+    return ConfigRecord({key: value for key, value in asdict(head).items() if value != []})
+
+
+def read_head(cls: type[T], content: RecordDict) -> T:
+    """The head of a message. Raises Refused if it is missing, lacks a field or has one of another type."""
+    record = content.config_records.get(HEAD)
+    if record is None:
+        raise Refused("malformed", f"no record {HEAD!r}")
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        kind, _, entry = str(item.type).rstrip("]").partition("[")
+        value = record.get(item.name, [] if entry else None)
+        entries = value if entry and isinstance(value, list) else []
+        if type(value).__name__ != kind or any(type(each).__name__ != entry for each in entries):
+            raise Refused("malformed", f"{item.name} = {str(value)[:100]!r} is no {item.type}")
+        values[item.name] = value
+    return cls(**values)
+
+
+def read_experiment(text: str) -> Experiment:
+    """The experiment that a message carries."""
+    return checked(Experiment, json.loads(text), "experiment in a message")
+
+
+def content_of(
+    head: TrainHead | EvaluateHead | ReplyHead,
+    state: ArrayRecord | None,
+    buffers: ArrayRecord | None,
+    numbers: Mapping[str, float],
+) -> RecordDict:
+    """A message's content. Messages of a round share `state` and `buffers`, which are then hashed once.
+
+    A record costs a call to the server even if it is empty: it is left out.
+    """
+    content = RecordDict({HEAD: write_head(head)})
+    if state is not None:
+        content[STATE] = state
+    if buffers:
+        content[BUFFERS] = buffers
+    if numbers:
+        content[METRICS] = MetricRecord({key: float(value) for key, value in numbers.items()})
+    return content
+
+
+def tensors_of(content: RecordDict) -> tuple[State, State]:
+    """State and buffers of a message, read-only. Raises wire.WireError."""
+    records = content.array_records
+    return (
+        wire.from_records(records.get(STATE, ArrayRecord())),
+        wire.from_records(records.get(BUFFERS, ArrayRecord())),
+    )
+
+
+def reply_content(
+    head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None
+) -> RecordDict:
+    """A reply's content."""
+    if upload is not None:
+        return content_of(head, wire.to_records(upload.vectors), wire.to_records(upload.buffers), metrics or {})
+    return content_of(head, None, None, metrics or {})
+
+
+def scalars(record: MetricRecord | None) -> dict[str, float]:
+    """The numbers of a metric record. Raises Refused for lists: no part of this system sends any."""
+    values: dict[str, float] = {}
+    for key, value in (record or {}).items():
+        if isinstance(value, list):
+            raise Refused("malformed", f"metric {key} is a list")
+        values[key] = float(value)
+    return values
+
+
+def usable(message: Message) -> bool:
+    """Whether a reply holds an upload, as far as its head tells."""
+    head = message.content.config_records.get(HEAD) if message.has_content() else None
+    return head is not None and head.get("status") == "ok"
+
+
+def outline(reply: Message) -> tuple[str, dict[str, float]]:
+    """Status and numbers of a reply that this process made, for counting."""
+    head = reply.content.config_records.get(HEAD) if reply.has_content() else None
+    if head is None:
+        return "error", {}
+    if "error" in head and "status" not in head:  # a roll call
+        return ("refused" if head["error"] else "ok"), {}
+    numbers = scalars(reply.content.metric_records.get(METRICS))
+    return str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
+
+
+def read_reply(message: Message) -> Reply:
+    """Read a reply. Raises Refused, with the cause, for errors and for anything that cannot be read."""
+    if message.has_error():
+        cause = _CAUSES.get(message.error.code, "failed")
+        raise Refused(cause, message.error.reason or f"code {message.error.code}")
+    content = message.content
+    head = read_head(ReplyHead, content)
+    if head.status == "error":
+        raise Refused("failed", head.reason)
+    try:
+        state, buffers = tensors_of(content)
+    except wire.WireError as error:
+        raise Refused("malformed", str(error)) from None
+    metrics = scalars(content.metric_records.get(METRICS))
+    return Reply(head, state, buffers, metrics, wire.size(content))

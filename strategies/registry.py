@@ -1,0 +1,215 @@
+"""The registry of algorithms. A named variant is a composition: an algorithm with optimizers, personal parts or
+compression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from common.errors import SettingsError, not_one_of
+from common.experiment import Experiment, Section, StrategySettings, checked
+from common.models.mixture import PRIVATE
+from strategies.base import FederatedStrategy
+from strategies.fagc import FAGC, FANT
+from strategies.fedavg import FedAvg
+from strategies.fedcm import FedCM
+from strategies.feddyn import FedDyn
+from strategies.fedlws import FedLWS
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.fedzmg import FedZMG
+from strategies.hafedho import HaFedHo
+from strategies.mime import Mime, MimeLite
+from strategies.moon import Moon
+from strategies.padamfed import PAdaMFed
+from strategies.pfedafm import PFedAFM
+from strategies.scaffold import Scaffold
+from strategies.scaffoldm import ScaffoldM
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered algorithm. A composition names an algorithm with an optimizer, personal parts or compression.
+
+    `server`, `local`, `personal`, `compression` and `options` (of `[strategy]`) are defaults that a file may override,
+    but for the optimizer of a table named in `fixed`; where another optimizer is allowed, its table's defaults fall.
+    """
+
+    cls: type[FederatedStrategy]
+    paper: str
+    server: Table = field(default_factory=dict)
+    local: Table = field(default_factory=dict)
+    personal: Table = field(default_factory=dict)
+    compression: Table = field(default_factory=dict)
+    options: Table = field(default_factory=dict)
+    fixed: tuple[str, ...] = ("server", "local")
+
+
+# FA-GC's formula, and LocalAdam with the same, so that a comparison shows the correction alone.
+ADAM = {"optimizer": "adam", "lr": 1e-3, "bias_correction": False}
+
+# Cross-silo: few clients, long rounds, inner moments that stay with each, Nesterov momentum outside.
+OUTER = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+INNER = {"lr": 4e-4, "moments": "keep"}
+MUON = {"optimizer": "muon", "betas": (0.9, 0.99), "muon_scale": "rms", "weight_decay": 1e-4}
+
+UNIFORM = {"weights": "uniform"}
+
+REGISTRY: dict[str, Entry] = {
+    "fedavg": Entry(FedAvg, "arXiv 1602.05629"),
+    "fedavgm": Entry(FedAvg, "arXiv 1909.06335", {"optimizer": "momentum", "momentum": 0.9, "lr": 1.0}),
+    "fedadagrad": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "adagrad", "beta1": 0.0, "lr": 0.1}),
+    "fedadam": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "adam", "lr": 0.01}),
+    "fedyogi": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "yogi", "lr": 0.01}),
+    "fedams": Entry(FedAvg, "arXiv 2205.02719", {"optimizer": "ams", "lr": 0.01}),
+    "fedcams": Entry(
+        FedAvg,
+        "arXiv 2205.02719",
+        {"optimizer": "ams", "lr": 0.01},
+        compression={"up": "top-k", "ratio": 0.015625},
+    ),
+    "fedprox": Entry(FedProx, "arXiv 1812.06127"),
+    "fednova": Entry(FedNova, "arXiv 2007.07481"),
+    "fednovavr": Entry(FedNova, "arXiv 2007.07481", options={"vr": "compensated"}),
+    "scaffold": Entry(Scaffold, "arXiv 1910.06378"),
+    "scaffoldm": Entry(ScaffoldM, "arXiv 2306.16504"),
+    "padamfed": Entry(PAdaMFed, "ICLR 2025"),
+    "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
+    "fedcm": Entry(FedCM, "arXiv 2106.10874"),
+    "feddyn": Entry(FedDyn, "arXiv 2111.04263"),
+    "moon": Entry(Moon, "arXiv 2103.16257"),
+    "fedlws": Entry(FedLWS, "arXiv 2503.15111"),
+    "fedzmg": Entry(FedZMG, "arXiv 2602.18384"),
+    "fedsam": Entry(FedAvg, "arXiv 2206.02618", local={"sam_rho": 0.05}),
+    "fagc": Entry(FAGC, "arXiv 2502.02727", local=ADAM, fixed=()),
+    "fant": Entry(FANT, "arXiv 2502.02727", local=ADAM, fixed=()),
+    "localadam": Entry(FedAvg, "arXiv 2106.02305", local=ADAM, options=UNIFORM),
+    "mime": Entry(Mime, "arXiv 2008.03606"),
+    "mimelite": Entry(MimeLite, "arXiv 2008.03606"),
+    "fedbn": Entry(FedAvg, "arXiv 2102.07623", personal={"parts": ["batch-norm"]}, options=UNIFORM),
+    "fedper": Entry(FedAvg, "arXiv 1912.00818", personal={"parts": ["head"]}),
+    "fedrep": Entry(FedAvg, "arXiv 2102.07078", personal={"parts": ["head"], "head_steps": 10}, options=UNIFORM),
+    "pfedafm": Entry(PFedAFM, "arXiv 2404.17847", personal={"parts": PRIVATE}),
+    "diloco": Entry(
+        FedAvg, "arXiv 2311.08105", OUTER, {**INNER, "optimizer": "adamw", "weight_decay": 0.1}, options=UNIFORM
+    ),
+    "muloco": Entry(FedAvg, "arXiv 2505.23725", OUTER, {**INNER, **MUON}, options=UNIFORM),
+}
+
+
+def create(experiment: Experiment) -> FederatedStrategy:
+    """The strategy of an experiment, checked against its other settings.
+
+    Raises SettingsError for an unknown name or hyperparameter, a wrong value or a pair without meaning.
+    """
+    return _settled(experiment)[0]
+
+
+def resolve(experiment: Experiment) -> Experiment:
+    """The experiment with all that its named algorithm implies written out: server and local optimizer, options.
+
+    Only so does a copy of it (sent to clients, written to the run folder) mean the same as the file.
+    """
+    return _settled(experiment)[1]
+
+
+def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
+    name = experiment.strategy.name
+    entry = REGISTRY.get(name)
+    if entry is None:
+        raise not_one_of("strategy.name", name, REGISTRY)
+    if "server" in experiment.strategy.options:
+        raise SettingsError("[strategy] server: the server optimizer stands in the table [server]")
+    options = dict(entry.options) | experiment.strategy.options
+    settled = experiment.model_copy(
+        update={
+            "strategy": StrategySettings(name=name, **options),
+            "server": _filled(name, "server", entry, experiment.server),
+            "local": _filled(name, "local", entry, experiment.local),
+            "personal": _filled(name, "personal", entry, experiment.personal),
+            "compression": _filled(name, "compression", entry, experiment.compression),
+        }
+    )
+    before = None
+    while before != settled:  # what an algorithm derives (`settle`) may be one of its own hyperparameters
+        before, strategy = settled, _strategy(entry.cls, settled)
+        settled = strategy.settle(settled)
+    strategy.check(settled)
+    _check_pairs(strategy, settled)
+    return strategy, settled
+
+
+def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
+    """Pairs without meaning for any algorithm of a kind."""
+    local, sent = experiment.local, experiment.compression
+    if local.moments == "keep" and local.optimizer == "sgd" and not local.momentum:
+        raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
+    personal = experiment.personal
+    if personal.head_steps and not personal.parts:
+        raise SettingsError(
+            f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"
+        )
+    kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
+    if "increment" in kinds and sent.lossy and sent.feedback == "none":
+        raise SettingsError(
+            f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
+            f"strategy.name = {experiment.strategy.name!r} adds up on the server; allowed: 'ef14', 'ef21'"
+        )
+
+
+def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> FederatedStrategy:
+    try:
+        return cls(server=experiment.server, **experiment.strategy.options)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_line(experiment.strategy.name, cls, e) for e in error.errors())) from None
+
+
+def cautions(strategy: FederatedStrategy, experiment: Experiment, steps: int) -> list[str]:
+    """What to warn of before round 1; `steps` is the largest number of local steps that a client announced."""
+    local, own = experiment.local, strategy.caution(experiment, steps)
+    found = [own] if own else []
+    if local.optimizer == "soap" and local.moments == "reset":
+        found.append(
+            f"local.optimizer = 'soap' with moments = 'reset': the first of {steps} steps a round makes the eigenbases "
+            "and moves no matrix; moments = 'keep' has one such step in all"
+        )
+    return found
+
+
+def hyperparameter_names(cls: type[FederatedStrategy]) -> list[str]:
+    """The keys that `[strategy]` takes beside `name`."""
+    return [f.name for f in fields(cls) if f.name != "server"]
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _filled(name: str, table: str, entry: Entry, given: S) -> S:
+    """A table of the experiment with the entry's defaults where the file says nothing."""
+    defaults: Table = getattr(entry, table)
+    own, chosen = defaults.get("optimizer"), getattr(given, "optimizer", None)
+    if own and "optimizer" in given.model_fields_set and chosen != own:
+        if table in entry.fixed:
+            raise SettingsError(
+                f"{table}.optimizer = {chosen!r} contradicts strategy.name = {name!r}, which means {own!r}; "
+                "leave it out or choose 'fedavg'"
+            )
+        defaults = {}
+    values = dict(defaults) | given.model_dump(include=given.model_fields_set)
+    return checked(type(given), values, f"[{table}]")
+
+
+def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        allowed = ", ".join(hyperparameter_names(cls))
+        return f"strategy.{key} = {fault['input']!r}: {name!r} has no such hyperparameter; allowed: {allowed}"
+    return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
+
+
+__all__ = ["REGISTRY", "Entry", "cautions", "create", "hyperparameter_names", "resolve"]

@@ -1,0 +1,237 @@
+"""What must hold under any faults: server state fits the accepted client memories after every round, no version that
+may be asked for is gone, and a fault-free run that is given the same accepted sets ends with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+
+from common.experiment import Experiment
+from common.vector import State, sha256
+from server.rounds.checkpoint import read
+from server.rounds.folder import MODEL, RunFolder
+from strategies.protocol.coordinator import Course
+from strategies.protocol.messages import Refused, TrainHead, read_head
+from tests.support.helpers import Simulation
+from tests.support.network import Client
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the server's course, and a digest of all that it is afterwards."""
+
+    kind: str
+    digest: str
+    names: tuple[str, ...] = ()
+    round: int = 0
+    sampled: tuple[str, ...] = ()
+    forgot: frozenset[str] = frozenset()
+    """Accepted clients that had to start from an empty memory of their own (never one that is bound)."""
+    generation: int = 0
+
+
+class Timeline:
+    """What a run's server did, as far as its history is not overtaken by a resume."""
+
+    def __init__(self, experiment: Experiment, clients: Mapping[str, Client], folder: RunFolder) -> None:
+        self.events: list[Event] = []
+        self.generations = 0
+        self.forsaken = 0
+        """How often a kept checkpoint of an older generation named a version that is gone."""
+        self._experiment = experiment
+        self._clients = clients
+        self._folder = folder
+        self._marks: dict[int, int] = {}  # round of a checkpoint -> events before it
+        self._values: dict[tuple[str, str, int, int], State] = {}
+        self._sent: dict[str, Message] = {}
+        self._forgot: set[str] = set()
+
+    def begin(self) -> int:
+        """A fresh run."""
+        self.events, self._marks = [], {}
+        return 0
+
+    def resumed(self) -> int:
+        """A run goes on from its newest whole checkpoint; returns its round."""
+        whole = [kept[0] for path in self._folder.checkpoints.glob("*.safetensors") if (kept := read(path))]
+        newest = max(whole, key=lambda kept: kept.round)
+        del self.events[self._marks[newest.round] :]
+        return newest.round
+
+    def mark(self, course: Course) -> None:
+        self._marks[course.round] = len(self.events)
+
+    def hook(self, patch: pytest.MonkeyPatch) -> None:
+        """Take notes of what happens to a course. `advanced` is called by the world."""
+        admit, renew, messages, lost = Course.admit, Course.new_generation, Course.messages, Course.lost_memory
+
+        def noted_admit(course: Course, members: Any) -> None:
+            members = list(members)
+            admit(course, members)
+            self._note(course, "join", tuple(member.name for member in members))
+
+        def noted_generation(course: Course) -> None:
+            renew(course)
+            self.generations += 1
+            self._note(course, "generation")
+            for tracker in course.strategy.trackers:
+                assert not course.state[tracker].any(), f"{tracker} is not zero in generation {course.generation}"
+
+        def noted_messages(course: Course, *given: Any) -> dict[str, Message]:
+            self._sent = messages(course, *given)
+            return self._sent
+
+        def noted_lost(course: Course, name: str) -> bool:
+            bound = lost(course, name)
+            if not bound:
+                self._note(course, "loss", (name,))
+            return bound
+
+        patch.setattr(Course, "lost_memory", noted_lost)
+        patch.setattr(Course, "admit", noted_admit)
+        patch.setattr(Course, "new_generation", noted_generation)
+        patch.setattr(Course, "messages", noted_messages)
+
+    def asked(self, client: Client, message: Message) -> None:
+        """A client is about to work on a message."""
+        try:
+            head = read_head(TrainHead, message.content)
+        except Refused:
+            return
+        if (head.run, head.generation, head.accepted) in client.lost:
+            self._forgot.add(message.metadata.message_id)
+
+    def saved(self, run: str, name: str, generation: int, version: int) -> None:
+        """A client has a version on its disk."""
+        client = self._clients[name]
+        client.lost.discard((run, generation, version))
+        kept = client.load(run, generation, version)
+        self._values[name, run, generation, version] = {key: value.clone() for key, value in kept.items()}
+
+    def advanced(self, course: Course, round: int, accepted: Sequence[str]) -> None:
+        """The server has accepted a round. Checks all that must hold now."""
+        forgot = {name for name in accepted if self._sent[name].metadata.message_id in self._forgot}
+        assert not forgot or course.strategy.memory_kind(course.experiment) == "own"
+        self._note(course, "round", tuple(accepted), round, tuple(self._sent), frozenset(forgot))
+        self._check_balance(course, accepted)
+        self._check_kept(course)
+
+    def _note(self, course: Course, kind: str, *more: Any) -> None:
+        self.events.append(Event(kind, digest(course), *more, generation=course.generation))
+
+    def _memory(self, course: Course, name: str) -> State:
+        """A client's accepted version, {} before the first. One that was destroyed is taken as it was saved."""
+        version = course.accepted.get(name)
+        if version is None:
+            return {}
+        if (course.run, course.generation, version) in self._clients[name].lost:
+            return self._values[name, course.run, course.generation, version]
+        kept: State | None = self._clients[name].load(course.run, course.generation, version)
+        assert kept is not None, f"client {name} has lost its accepted version {version}"
+        return kept
+
+    def _check_balance(self, course: Course, accepted: Sequence[str]) -> None:
+        """Tracker == sum_i q_i (accepted memory of i, less what compression still owes) over all known clients;
+        HaFedHo's g is the cohort mean. EF21's copies are alike on both sides."""
+        for key, copy in course.copies.items():
+            name, _, entry = key.partition("/")
+            assert torch.equal(self._memory(course, name)[entry], copy), f"round {course.round}: {key} differs"
+        key, whom = "gradient", list(accepted)  # HaFedHo
+        if not course.strategy.trackers and course.experiment.compression.up != "none":
+            return  # what arrives is another vector than what is kept
+        if course.strategy.trackers:
+            (key,), whom = course.strategy.trackers, list(course.known)
+        uniform = course.strategy.weights == "uniform"
+        mass = {name: 1 if uniform else course.known[name] for name in whom}
+        total, largest = torch.zeros_like(course.state[key]), 1.0
+        for name in whom:
+            memory, zero = self._memory(course, name), torch.zeros_like(total)
+            own = memory.get(key, zero) - memory.get(f"residual.{key}", zero)
+            total += own * (mass[name] / sum(mass.values()))
+            largest = max(largest, float(own.abs().max()))
+        error = float((course.state[key] - total).abs().max())
+        assert error <= 1e-12 * largest, f"round {course.round}: the server's {key} is {error:.3g} off its clients'"
+
+    def _check_kept(self, course: Course) -> None:
+        """Every version that this server, or one resumed from a kept checkpoint, may ask for is on its disk.
+
+        Those of a generation that the client has left are not: asked for one, it starts a new generation."""
+        for path in sorted(self._folder.checkpoints.glob("*.safetensors")):
+            loaded = read(path)
+            if loaded is None:
+                continue
+            kept = loaded[0]
+            for name, version in kept.accepted.items():
+                client, key = self._clients[name], (kept.run, kept.generation, version)
+                if key in client.lost or client.load(*key) is not None:
+                    continue
+                assert kept.generation < course.generation, (
+                    f"round {course.round}: client {name} dropped version {version}, checkpoint {kept.round} needs it"
+                )
+                self.forsaken += 1
+
+    def check_end(self) -> None:
+        """History, final checkpoint and model are those of a fault-free run with the same accepted sets."""
+        lines, rounds = self._folder.history(), [event for event in self.events if event.kind == "round"]
+        assert [line["round"] for line in lines] == list(range(1, self._experiment.rounds + 1))
+        told = [(r["round"], r["generation"], tuple(r["sampled"]), tuple(r["accepted"])) for r in lines]
+        assert told == [(event.round, event.generation, event.sampled, event.names) for event in rounds]
+        # Who joins a run that is over changes nothing.
+        replayed = replay(self._experiment, self.events[: self._marks[self._experiment.rounds]])
+        assert [line["sha256"] for line in lines] == replayed.models
+        newest = read(self._folder.checkpoints / f"{self._experiment.rounds:09d}.safetensors")
+        assert newest is not None
+        assert sha256({**newest[0].state, **newest[0].buffers}) == sha256(
+            {**replayed.course.state, **replayed.course.buffers}
+        )
+        assert newest[0].accepted == replayed.course.accepted
+        assert newest[0].generation == replayed.course.generation
+        assert torch.equal(load_file(self._folder.path / MODEL)["w"], replayed.x)
+
+
+class Replay(Simulation):
+    """A run without messages, disks or processes: nothing in it can fail."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment, names=[])
+        self.models: list[str] = []
+        self.forgot: frozenset[str] = frozenset()
+
+    def memory(self, name: str) -> State:
+        return {} if name in self.forgot else super().memory(name)
+
+    def repeat(self, event: Event) -> None:
+        """The same change of the course."""
+        if event.kind == "join":
+            self.join(event.names)
+        elif event.kind == "generation":
+            self.course.new_generation()
+        elif event.kind == "loss":
+            assert not self.course.lost_memory(event.names[0])
+        else:
+            self.sampled, self.forgot = list(event.sampled), event.forgot
+            self.course.assigned = self.strategy.assign(self.course.state, self.sampled, event.round)
+            self.course.advance(event.round, [self.train(name) for name in event.names])
+            self.models.append(sha256({"model": self.x, **self.course.buffers}))
+
+
+def replay(experiment: Experiment, events: Sequence[Event]) -> Replay:
+    """Repeat a run from its accepted sets, joins and generations; equal in every bit after every change."""
+    run = Replay(experiment)
+    for event in events:
+        run.repeat(event)
+        assert digest(run.course) == event.digest, f"the run and its fault-free repetition part at {event}"
+    return run
+
+
+def digest(course: Course) -> str:
+    """All bits of the state, and all that is known of the clients."""
+    more = sorted(course.accepted.items()), sorted(course.known.items()), course.generation, course.round
+    parts = (course.state | course.buffers, course.copies, course.downlink)
+    return f"{[sha256(part) for part in parts]} {more}"
