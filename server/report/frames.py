@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from common.dotted import dotted
+from common.settings import dotted
 from server.watch.display import headline
 
 Record = Mapping[str, Any]

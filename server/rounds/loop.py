@@ -14,8 +14,9 @@ from flwr.serverapp import Grid
 from common import vector
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from common.model import FlatModel
 from common.tasks.base import Task
-from common.vector import FlatModel, State
+from common.vector import State
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange

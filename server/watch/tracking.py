@@ -17,9 +17,9 @@ from queue import Full, Queue
 from typing import Any, Self
 
 from common import references
-from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.settings import dotted
 from server.compare.cell import CELL
 from server.rounds.loop import Record
 from server.rounds.stopping import Stopped
