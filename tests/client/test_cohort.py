@@ -23,7 +23,8 @@ from common.tasks.base import Task
 from server.__main__ import cli
 from server.app import run
 from server.engines import vce
-from server.engines.inprocess import CohortGrid, InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import CohortGrid, InProcessGrid
 from server.rounds.folder import RunFolder
 from strategies.registry import REGISTRY
 from tests.support.today import drawn

@@ -22,7 +22,8 @@ from common.partition import file as plan_files
 from common.tasks.base import evaluate
 from common.tasks.shakespeare import NextCharacter, Shakespeare, ShakespeareSettings
 from server.app import run
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_tables import jsonl
 
