@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from common import portable
 
-import typer
+portable.start()  # before anything loads torch or numpy, which read what it sets
 
-from client.commands import admin
-from client.commands.options import (
+import logging  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import threading  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import FrameType  # noqa: E402
+from typing import Annotated, Any  # noqa: E402
+
+import typer  # noqa: E402
+
+from client.commands import admin  # noqa: E402
+from client.commands.options import (  # noqa: E402
     DEFAULT_MEMORY,
     Authority,
     Data,
@@ -27,11 +31,12 @@ from client.commands.options import (
     Memory,
     Names,
     PolicyFile,
+    Portable,
     Server,
     errors,
 )
-from common.deploy.logs import LogFormat
-from common.errors import SettingsError
+from common.deploy.logs import LogFormat  # noqa: E402
+from common.errors import SettingsError  # noqa: E402
 
 cli = typer.Typer(
     add_completion=False,
@@ -70,6 +75,7 @@ def join(
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
     ] = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Join a Flower server and train for it until stopped.
 
@@ -99,10 +105,12 @@ def join(
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose
+        from common.arithmetic import require
 
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
-        choose(device, gpu_memory_fraction)
+        chosen = choose(device, gpu_memory_fraction)
+        require("portable" if portably else "native", chosen)
         most = int(limits.max_message_mb * 1e6)
         clients = [replace(each, access=replace(each.access, most_bytes=most)) for each in clients]
         with _watched(metrics, name) as watch:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
+from common import portable
 
-import typer
+portable.start()  # before anything loads torch or numpy, which read what it sets
 
-from common import references
-from common.deploy.addresses import LOOPBACK
-from common.deploy.logs import LogFormat
-from common.errors import SettingsError
-from common.experiment import Experiment
-from common.partition import split_cache as plans
-from server.commands import admin
-from server.commands.options import (
+import os  # noqa: E402
+import sys  # noqa: E402
+from enum import StrEnum  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Annotated, Any  # noqa: E402
+
+import typer  # noqa: E402
+
+from common import references  # noqa: E402
+from common.deploy.addresses import LOOPBACK  # noqa: E402
+from common.deploy.logs import LogFormat  # noqa: E402
+from common.errors import SettingsError  # noqa: E402
+from common.experiment import Experiment  # noqa: E402
+from common.partition import split_cache as plans  # noqa: E402
+from server.commands import admin  # noqa: E402
+from server.commands.options import (  # noqa: E402
     Certs,
     Cohort,
     ControlHost,
@@ -32,13 +36,14 @@ from server.commands.options import (
     Insecure,
     Metrics,
     NodesFile,
+    Portable,
     Resume,
     RunDir,
     Seed,
     State,
     errors,
 )
-from server.rounds.stopping import GRACE_S, StopOnSignal
+from server.rounds.stopping import GRACE_S, StopOnSignal  # noqa: E402
 
 cli = typer.Typer(
     add_completion=False,
@@ -73,6 +78,7 @@ def simulate(
     gpus: Gpus = 1.0,
     cohort: Cohort = None,
     grace: Grace = GRACE_S,
+    portably: Portable = False,
 ) -> None:
     """Run all clients on this machine without a server.
 
@@ -82,7 +88,7 @@ def simulate(
     with errors():
         if cohort is not None and engine is Engine.flower:
             raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
-        settings, folder = _open(experiment, run_dir, resume, seed)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
         from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
@@ -126,6 +132,7 @@ def compare(
         bool, typer.Option("--tidy", help="Keep no checkpoints and no client memory of finished cells.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the plan, print its cells and end.")] = False,
+    portably: Portable = False,
 ) -> None:
     """Run a grid of experiments and seeds, fair by construction. Run it again to go on: finished cells stay."""
     with errors():
@@ -135,6 +142,8 @@ def compare(
         from server.engines.grid import CLIENT_APP
 
         text, settings = Plan.read(plan)
+        if portably or portable.complete():
+            settings = settings.portable()
         if dry_run:
             typer.echo(bench.outline(settings))
             return
@@ -162,10 +171,11 @@ def local(
     seed: Seed = None,
     device: Device = "cpu",
     grace: Grace = GRACE_S,
+    portably: Portable = False,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
-        settings, folder = _open(experiment, run_dir, resume, seed)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
         from server.deploy import federation
         from server.rounds.prepare import prepare
         from server.watch.display import Display
@@ -203,6 +213,7 @@ def run(
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Run an experiment with clients that join from elsewhere, and show its rounds.
 
@@ -210,7 +221,7 @@ def run(
     both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
     """
     with errors(log_format):
-        settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
         from server.deploy import federation
         from server.deploy.superlink import LinkOptions
         from server.rounds.prepare import prepare
@@ -241,6 +252,7 @@ def superlink(
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
     with errors(log_format):
@@ -318,12 +330,16 @@ def report(
 
 
 def _open(
-    path: Path, run_dir: Path | None, resume: bool, seed: int | None, either: bool = False
+    path: Path, run_dir: Path | None, resume: bool, seed: int | None, portably: bool, either: bool = False
 ) -> tuple[Experiment, Any]:
     from server.rounds.folder import RunFolder, choose
 
-    plans.share()
     settings = Experiment.load(path)
+    if portably or portable.complete():
+        settings = settings.portable()
+    if settings.local.arithmetic == "portable":
+        portable.ensure()
+    plans.share()
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})
     if either and run_dir is None:

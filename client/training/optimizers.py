@@ -28,12 +28,15 @@ muon and soap leave what is no matrix to Adam with decoupled decay. Its rate `au
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import portable
+from common.arithmetic import ExactRoots, sqrt
 from common.errors import SettingsError
 from common.experiment import LocalSettings
 from common.vector import Slot, State
@@ -53,6 +56,7 @@ class LocalOptimizer:
         self, settings: LocalSettings, vector: Tensor, gradient: Tensor, lr: float, matrices: Sequence[Slot] = ()
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
+        self._foreign_roots = settings.optimizer == "soap" and portable.active()
         if settings.optimizer not in MATRIX_OPTIMIZERS:
             self._parts["vector"] = _whole(settings, [_leaf(vector, gradient)], lr)
             return
@@ -68,8 +72,9 @@ class LocalOptimizer:
 
     def step(self) -> None:
         """One step from the present gradient, in place."""
-        for optimizer in self._parts.values():
-            optimizer.step()
+        with ExactRoots() if self._foreign_roots else nullcontext():
+            for optimizer in self._parts.values():
+                optimizer.step()
 
     def decay(self, factor: float) -> None:
         """Multiply the rates of the steps to come."""
@@ -160,7 +165,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
                 second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 if group["amsgrad"]:
                     second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
-                leaf.addcdiv_(state["exp_avg"], second.sqrt().add_(group["eps"]), value=-group["lr"])
+                leaf.addcdiv_(state["exp_avg"], sqrt(second).add_(group["eps"]), value=-group["lr"])
 
 
 class NormalizedGradient(torch.optim.Optimizer):
@@ -222,6 +227,8 @@ def _adam(settings: LocalSettings, leaves: list[nn.Parameter], lr: float, *, dec
     }
     if not settings.bias_correction:
         return UncorrectedAdam(leaves, given | {"decoupled": decoupled})
+    if portable.active():
+        given["fused"] = True  # the other way takes torch's square root
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(leaves, foreach=False, **given)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from common import portable
 from common.errors import SettingsError
 from server.compare.cell import Job, line
 
@@ -43,13 +44,14 @@ class Pool(Protocol):
 class ProcessPool:
     """Worker processes, each with its own device of `devices`; one that dies fails its cell and is replaced.
 
-    They end when this process does, also if it is killed. What they print goes to the file `log`.
+    They end when this process does, also if it is killed. What they print goes to the file `log`. `portably`: in
+    portable arithmetic, whatever this process computes in.
     """
 
-    def __init__(self, devices: list[str], log: Path) -> None:
+    def __init__(self, devices: list[str], log: Path, portably: bool = False) -> None:
         self.size = len(devices)
         self._closed = False
-        self._workers = [_Worker(device, log) for device in devices]
+        self._workers = [_Worker(device, log, portably) for device in devices]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -84,8 +86,9 @@ class ProcessPool:
 class _Worker:
     """A process that runs one cell at a time."""
 
-    def __init__(self, device: str, log: Path) -> None:
+    def __init__(self, device: str, log: Path, portably: bool) -> None:
         self._device, self._log = device, log
+        self._environment = portable.ENVIRONMENT if portably else {}
         self._start()
 
     def _start(self) -> None:
@@ -96,7 +99,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 encoding="utf-8",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 # Ctrl-C is for the parent, which then stops its workers.
                 start_new_session=True,
             )
@@ -149,13 +152,14 @@ class RayPool:
     The project must lie at the same path on all its machines.
     """
 
-    def __init__(self, address: str, cpus: int, threads: int, gpus: float) -> None:
+    def __init__(self, address: str, cpus: int, threads: int, gpus: float, portably: bool = False) -> None:
         from common.flower import ROOT
 
         ray: Any = import_module("ray")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         passed = ("FEDKEEL_DATA", "FEDKEEL_CACHE", "FLWR_", "HF_HOME", "HF_HUB_OFFLINE")  # no keys: Ray shows them
         variables |= {key: value for key, value in os.environ.items() if key.startswith(passed)}
+        variables |= portable.ENVIRONMENT if portably else {}
         options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
         before = signal.getsignal(signal.SIGTERM)

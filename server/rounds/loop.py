@@ -17,6 +17,7 @@ from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
+from server.rounds.machines import Machines
 from server.rounds.prepare import Prepared
 from server.rounds.records import Record
 from server.rounds.roster import Roster
@@ -91,7 +92,7 @@ class Rounds:
         try:
             if course.round >= self._experiment.rounds:
                 return self._conclude(course)
-            roster = self._roll(course)
+            roster = self._roll(course, resume)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             if not resume:
                 self._checkpoints.save(course)
@@ -139,7 +140,7 @@ class Rounds:
         self._say(f"resuming after round {kept.round}")
         return course
 
-    def _roll(self, course: Course) -> Roster:
+    def _roll(self, course: Course, resume: bool) -> Roster:
         settings = self._experiment.round
         roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
@@ -152,6 +153,8 @@ class Rounds:
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
         self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        self._machines = Machines(self._folder, self._say, resume)
+        self._machines.heed(roster.members)
         if idle := sorted(roster.members.keys() - set(trainers)):
             more = ", ..." if len(idle) > 10 else ""
             self._say(f"{len(idle)} clients hold no training example and are never asked: {', '.join(idle[:10])}{more}")
@@ -165,6 +168,7 @@ class Rounds:
         void: list[Record] = []
         for number in range(self._experiment.round.max_void):
             attempt = self._attempt(round, number, course, roster, exchange)
+            self._machines.heed(roster.members)
             if not attempt.cause:
                 break
             void.append(
