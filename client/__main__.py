@@ -38,6 +38,8 @@ from client.commands.options import (  # noqa: E402
 from common.deploy.logs import LogFormat  # noqa: E402
 from common.errors import SettingsError  # noqa: E402
 
+# Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
+
 cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
