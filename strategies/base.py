@@ -149,7 +149,7 @@ class FederatedStrategy(Strategy):
         return None
 
     # Flower's own loop, `strategy.start(grid, arrays, train_config=config_of(experiment))`. Our loop,
-    # `server/rounds/loop.py`, uses the same course and adds quorum, deadline and checkpoints.
+    # `server/rounds/loop.py`, uses the same coordinator and adds quorum, deadline and checkpoints.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -182,7 +182,7 @@ class FederatedStrategy(Strategy):
     def _flower(
         self, config: ConfigRecord | None = None, arrays: ArrayRecord | None = None, grid: Grid | None = None
     ) -> FlowerLoop:
-        """The course that Flower's loop drives; a strategy instance itself holds no state of a run."""
+        """The coordinator that Flower's loop drives; a strategy instance itself holds no state of a run."""
         from strategies.protocol.flower_loop import FlowerLoop
 
         if "_loop" not in self.__dict__:

@@ -8,7 +8,7 @@ from common.experiment import Experiment
 from common.model import build
 from server.rounds.loop import Prepared
 from server.watch import tracking
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
 from strategies.registry import create, resolve
 
 
@@ -36,5 +36,5 @@ def prepare(experiment: Experiment) -> Prepared:
         raise SettingsError(
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
-    Pace(experiment).check(task.names())
+    Participation(experiment).check(task.names())
     return Prepared(experiment, strategy, task, model)
