@@ -18,12 +18,13 @@ from common.compression.feedback import Codec, Kind
 from common.experiment import Experiment
 from common.seeds import derive
 from common.vector import FlatModel, Layout, State
-from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.protocol import wire
+from strategies.protocol.algorithm import Algorithm, all_finite
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member
 from strategies.protocol.messages import EvaluateHead, Refused, Reply, TrainHead, content_of
 from strategies.protocol.participation import Participation
+from strategies.protocol.work import Upload
 
 
 class NotFinite(ArithmeticError):
@@ -41,7 +42,7 @@ class Coordinator:
     may ask for; `order` that of the last messages; `assigned` what each client was assigned in them.
     """
 
-    strategy: FederatedStrategy
+    strategy: Algorithm
     experiment: Experiment
     run: str
     layout: str
@@ -67,7 +68,7 @@ class Coordinator:
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
-    def begin(cls, strategy: FederatedStrategy, experiment: Experiment, run: str, model: FlatModel) -> Coordinator:
+    def begin(cls, strategy: Algorithm, experiment: Experiment, run: str, model: FlatModel) -> Coordinator:
         """The coordinator before round 1, with the model's present weights and buffers."""
         buffers = {name: value.clone() for name, value in model.buffers.items()}
         state = strategy.init(model.vector.clone())

@@ -12,14 +12,14 @@ from flwr.serverapp import Grid
 
 from common import tasks
 from common.errors import RunError, SettingsError
-from common.experiment import Experiment
 from common.model import build
 from common.vector import BUFFERS, State
-from strategies.base import FederatedStrategy, Upload
 from strategies.protocol import wire
+from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import Member, members_of, roll_messages, sample
 from strategies.protocol.messages import Refused, Reply, read_experiment, read_reply
+from strategies.protocol.work import Upload
 
 MODEL = "model"
 
@@ -34,7 +34,7 @@ class FlowerLoop:
         self._informed: State | None = None
 
     @classmethod
-    def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
+    def begin(cls, strategy: Algorithm, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
         """Call the roll once and start a coordinator from the initial arrays ("model", "buffers.*").
 
         Raises SettingsError for a node that must not take part and RunError if there is none.
@@ -161,10 +161,3 @@ class FlowerLoop:
 
     def _arrays(self) -> ArrayRecord:
         return wire.to_records({MODEL: self._coordinator.state[MODEL], **self._coordinator.buffers})
-
-
-def config_of(experiment: Experiment) -> ConfigRecord:
-    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    from strategies.registry import resolve
-
-    return ConfigRecord({"experiment": resolve(experiment).json()})

@@ -12,8 +12,8 @@ from flwr.common.constant import ErrorCode
 
 from common.experiment import Experiment, checked
 from common.vector import State
-from strategies.base import Upload
 from strategies.protocol import wire
+from strategies.protocol.work import Upload
 
 HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
 
