@@ -11,8 +11,9 @@ from flwr.app import ConfigRecord
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
-from common.experiment import Experiment, Section, StrategySettings, checked
+from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
+from common.settings import Section, checked
 from strategies.base import FederatedStrategy
 from strategies.fagc import FAGC, FANT
 from strategies.fedavg import FedAvg
