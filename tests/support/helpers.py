@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from client.training.forward import Forward
 from client.training.work import LocalWork, local_steps
 from common import tasks
 from common.compression.feedback import Codec, Kind
@@ -25,7 +26,7 @@ from strategies.base import Upload
 from strategies.protocol.coordinator import Coordinator, upload_seed
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead
 from strategies.registry import REGISTRY, create, resolve
 
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
@@ -79,6 +80,7 @@ class Simulation:
         self.coordinator = Coordinator.begin(self.strategy, experiment, "run", self.model)
         self.codec = Codec(experiment.compression, self.model.layout)
         self.downlink = Downlink(self.strategy, experiment, self.model.layout)
+        self.forward = Forward
         self.informed: State | None = None
         self.members: dict[str, Member] = {}
         self.data: dict[str, ClientData] = {}
@@ -120,26 +122,22 @@ class Simulation:
         received, memory = self.received(name), self.memory(name)
         self.model.load(received["model"], coordinator.buffers)
         self.model.load_personal(memory)
-        accepted = coordinator.accepted.get(name, 0)
         budget = coordinator.participation.budget(round, self.members[name])
-        return LocalWork(
-            task=self.task,
-            model=self.model,
-            data=self.data[name],
-            settings=self.experiment.local,
-            received=received,
-            memory=memory,
-            seed=self.experiment.seed,
-            name=name,
+        head = TrainHead(
+            experiment="",
+            run=coordinator.run,
+            client=name,
+            generation=coordinator.generation,
             round=round,
-            lr=coordinator.lr(round),
+            accepted=coordinator.accepted.get(name, 0),
+            keep=[],
             share=coordinator.known[name] / coordinator.total,
-            accepted_last_round=accepted > 0 and accepted == round - 1,
-            assigned=coordinator.assigned.get(name, {}),
-            head_steps=self.experiment.personal.head_steps,
+            lr=coordinator.lr(round),
+            layout=coordinator.layout,
             epochs=budget.epochs,
-            most_steps=budget.steps,
+            steps=budget.steps,
         )
+        return LocalWork(self, head, self.data[name], received, memory, coordinator.assigned.get(name, {}))
 
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
