@@ -89,10 +89,8 @@ def main() -> None:
                         child.stdin.write(json.dumps(asked) + "\n")
                         child.stdin.flush()
                         least[mode] = min(least[mode], json.loads(child.stdout.readline()))
-                native, portably = least["native"], least["portable"]
-                print(
-                    f"{model + ', ' + optimizer:16} {1000 * native:9.2f} {1000 * portably:9.2f} {portably / native:7.2f}"
-                )
+                native, other = (1000 * least[mode] for mode in MODES)
+                print(f"{model + ', ' + optimizer:16} {native:9.2f} {other:9.2f} {other / native:7.2f}")
     finally:
         for child in children.values():
             child.kill()
