@@ -101,8 +101,9 @@ def host(description: str) -> str:
 def _named(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # Without the number: which of a machine's cards makes no difference.
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
 
 
 def require(arithmetic: str, device: torch.device | str = "cpu") -> None:

@@ -140,7 +140,7 @@ class Rounds:
         self._say(f"resuming after round {kept.round}")
         return coordinator
 
-    def _roll(self, coordinator: Course, resume: bool) -> Roster:
+    def _roll(self, coordinator: Coordinator, resume: bool) -> Roster:
         settings = self._experiment.round
         roster = Roster(self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
