@@ -13,16 +13,17 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import SettingsError
-from common.names import NAME
+from common.names import Name, shown
 
 M = TypeVar("M", bound=BaseModel)
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A table of the experiment file: unknown keys are errors, types are taken as written, values never change."""
+    """A table of the experiment file: unknown keys are errors, types are taken as written, numbers are finite, values
+    never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class OpenSection(BaseModel):
@@ -288,7 +289,7 @@ class TrackingSettings(Section):
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
-    name: str = Field("experiment", pattern=f"^{NAME}$")
+    name: Name = "experiment"
     seed: int = Field(0, ge=0)
     rounds: int = Field(10, ge=1)
     task: TaskSettings = TaskSettings()
@@ -346,7 +347,7 @@ class Experiment(Section):
 def text_of(path: str | Path, what: str) -> str:
     """The text of a settings file. Raises SettingsError with `what` it should have been."""
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
@@ -354,7 +355,7 @@ def text_of(path: str | Path, what: str) -> str:
 def tables_of(text: str, source: str) -> dict[str, Any]:
     """The tables of TOML text. Raises SettingsError with its `source`."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{source} is not valid TOML: {error}") from None
 
@@ -371,8 +372,8 @@ def _line(source: str, model: type[BaseModel], fault: Any) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         allowed = ", ".join(_section(model, fault["loc"][:-1]).model_fields)
-        return f"{source}: {where} = {fault['input']!r}: unknown key; allowed here: {allowed}"
-    return f"{source}: {where} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+        return f"{source}: {where} = {shown(fault['input'])}: unknown key; allowed here: {allowed}"
+    return f"{source}: {where} = {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}"
 
 
 def _section(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:

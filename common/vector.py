@@ -47,6 +47,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""By name, those that travel and are kept."""
+
+
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
     """Slots for the tensors, one after the other in the order given."""
     layout: Layout = {}
@@ -82,11 +92,14 @@ class FlatModel:
         self, module: nn.Module, device: torch.device | str = "cpu", personal: Collection[str] = frozenset()
     ) -> None:
         device = torch.device(device)
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+        # One of 0 elements has nothing to train: it is as if frozen.
+        frozen = [(name, p) for name, p in module.named_parameters() if not (p.requires_grad and p.numel())]
+        if not trainable:
+            raise SettingsError("the model has no trainable parameters: there is nothing to train")
         dtypes = sorted({dtype_name(p.dtype) for _, p in trainable})
         if len(dtypes) != 1:
-            raise SettingsError(f"the trainable parameters must share one dtype, this model has: {dtypes or 'none'}")
+            raise SettingsError(f"the trainable parameters must share one dtype, this model has: {dtypes}")
         shared = [(name, p) for name, p in trainable if name not in personal]
         own = [(name, p) for name, p in trainable if name in personal]
         if not shared:

@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.errors import SettingsError
+
+
+NO_CLIENTS = (
+    "the task has no clients of its own (`names()` is empty), so none can be simulated: where sites bring their data, "
+    "each joins under its name (python -m client join --name NAME --data PATH)"
+)
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -33,11 +41,18 @@ class Examples:
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work."""
+    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work.
+
+    Raises SettingsError for steps that are no whole number from 1.
+    """
 
     train: Examples
     evaluate: Examples
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
+            raise SettingsError(f"ClientData: steps = {self.steps!r}; allowed: a whole number from 1, or None")
 
 
 class Task(ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from common.dotted import dotted
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import Experiment, tables_of, text_of
 from server.compare.cell import CELL
 from server.report.scores import percentile
 from server.rounds.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
@@ -107,9 +106,9 @@ class Run:
 def read(folder: Path) -> Run:
     """One run folder. What is missing or broken in it is left out."""
     run = Run(folder, _table(folder / CELL), status=_table(folder / STATUS))
-    with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        run.toml = (folder / SETTINGS).read_text("utf-8")
-        run.settings = dict(dotted(tomllib.loads(run.toml)))
+    with suppress(SettingsError):
+        run.toml = text_of(folder / SETTINGS, "settings")
+        run.settings = dict(dotted(tables_of(run.toml, "settings")))
         with suppress(SettingsError):
             # Settings that an older version did not write have their defaults.
             known = Experiment.parse(run.toml)
