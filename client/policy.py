@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from common.errors import SettingsError
-from common.experiment import Experiment, Section, checked, tables_of, text_of
+from common.experiment import Experiment
+from common.settings import Section, checked, tables_of, text_of
 from common.vector import State
 
 try:

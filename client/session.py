@@ -19,13 +19,13 @@ from client.training.forward import Forward, evaluating
 from client.training.work import local_steps
 from common import tasks
 from common.compression.feedback import Codec
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
-from common.model import build
+from common.model import FlatModel, build
 from common.seeds import torch_seeded
-from common.tasks.base import NO_CLIENTS, ClientData, Examples, Task
-from common.vector import FlatModel
+from common.tasks.base import NO_CLIENTS, Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment

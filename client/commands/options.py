@@ -13,7 +13,7 @@ from common import flower
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
-from common.names import name_fault
+from common.settings import name_fault
 
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
 

@@ -12,8 +12,7 @@ import tomli_w
 from common.deploy import keys
 from common.errors import RunError, SettingsError
 from common.files import write_atomically
-from common.experiment import tables_of, text_of
-from common.names import name_fault
+from common.settings import name_fault, tables_of, text_of
 from server.deploy.control import Control, Node
 
 log = logging.getLogger("server.deploy.nodes")

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.errors import SettingsError
+from common.settings import tables_of, text_of
 from server.compare.standings import PLAN, TUNED
 from server.report.contents import Options, accuracy_column, question
 from server.report.groups import Group, point

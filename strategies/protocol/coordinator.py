@@ -16,8 +16,9 @@ from flwr.app import Message, MessageType
 from common import vector
 from common.compression.feedback import Codec, Kind
 from common.experiment import Experiment
+from common.model import FlatModel
 from common.seeds import derive
-from common.vector import FlatModel, Layout, State
+from common.vector import Layout, State
 from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.protocol import wire
 from strategies.protocol.downlink import Downlink
@@ -365,7 +366,7 @@ def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
 
 
 def _spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether a buffer holds NaN or Inf where the server's does not hold the same: a causal mask is -inf and stays so."""
+    """Whether a buffer holds NaN or Inf where the server's does not: a causal mask is -inf and stays so."""
     if not new.is_floating_point() or bool((finite := torch.isfinite(new)).all()):
         return False
     same = (new == held) | (new.isnan() & held.isnan())

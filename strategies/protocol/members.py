@@ -11,8 +11,8 @@ from flwr.app import Message, MessageType, RecordDict
 
 from common.experiment import Experiment
 from common.flower import FLWR_SERIES, versions
-from common.names import name_fault
 from common.seeds import derive
+from common.settings import name_fault
 from strategies.protocol.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
 
 

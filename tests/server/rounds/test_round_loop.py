@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from client.app import app
+from common import vector
 from common.errors import RunError, SettingsError
 from server.app import run as run_app
 from server.engines.inprocess import NODE, InProcessGrid
