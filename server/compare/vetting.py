@@ -52,7 +52,9 @@ def _kind(experiment: Experiment) -> str:
     other faults. Of an algorithm it is what it asks of a model."""
     unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
     asked = type(create(experiment)).check_model.__qualname__
-    return f"{experiment.model_dump(exclude=unseen)} {experiment.local.steps} {asked}"
+    local = experiment.local
+    muon = local.optimizer == "muon" and not local.nesterov
+    return f"{experiment.model_dump(exclude=unseen)} {local.steps} {muon} {asked}"
 
 
 class Faults:

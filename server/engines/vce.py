@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.tasks.base import NO_CLIENTS
 from server.app import run
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
@@ -42,6 +43,8 @@ def simulate(
 
     on_gpu = _uses_gpu(device)
     nodes = len(prepare(experiment).task.names())
+    if not nodes:
+        raise SettingsError(NO_CLIENTS)
     app = ServerApp()
 
     @app.main()
