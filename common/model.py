@@ -59,7 +59,7 @@ def check_tensors(module: nn.Module, source: str) -> None:
     process has its own.
     """
     state = module.state_dict(keep_vars=True).keys()
-    named = [("parameter", name, p) for name, p in module.named_parameters()]
+    named: list[tuple[str, str, Tensor]] = [("parameter", name, p) for name, p in module.named_parameters()]
     named += [("buffer", name, b) for name, b in module.named_buffers() if name in state]
     for kind, name, tensor in named:
         what = f"{source}: {kind} {name!r}"

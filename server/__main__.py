@@ -266,9 +266,10 @@ def check(experiment: File) -> None:
     with errors():
         settings = Experiment.load(experiment)
         from server.rounds.prepare import prepare
+        from strategies.registry import written_out
 
         prepared = prepare(settings)
-        typer.echo(prepared.experiment.toml(full=True))
+        typer.echo(written_out(prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 

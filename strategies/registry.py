@@ -119,6 +119,15 @@ def resolve(experiment: Experiment) -> Experiment:
     return _settled(experiment)[1]
 
 
+def written_out(experiment: Experiment) -> Experiment:
+    """The same with every hyperparameter of the algorithm, also those that nobody set: what a run folder keeps, so that
+    it means the same when a default has changed."""
+    strategy, settled = _settled(experiment)
+    own = {name: getattr(strategy, name) for name in hyperparameter_names(type(strategy))}
+    given = settled.strategy.options | {name: value for name, value in own.items() if value is not None}
+    return settled.model_copy(update={"strategy": StrategySettings(name=settled.strategy.name, **given)})
+
+
 def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     name = experiment.strategy.name
     entry = REGISTRY.get(name)
@@ -213,4 +222,4 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "create", "hyperparameter_names", "resolve"]
+__all__ = ["REGISTRY", "Entry", "cautions", "create", "hyperparameter_names", "resolve", "written_out"]

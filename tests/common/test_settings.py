@@ -16,7 +16,7 @@ from common.settings import Section, dotted
 from server.compare.plan import Plan
 from server.deploy import nodes
 from strategies.protocol.participation import Pace
-from strategies.registry import REGISTRY, cautions, create, hyperparameter_names, resolve
+from strategies.registry import REGISTRY, cautions, create, hyperparameter_names, resolve, written_out
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,19 @@ def test_a_resolved_experiment_means_the_same(name: str) -> None:
         assert resolve(Experiment.parse(text)) == resolved
     assert resolved.identity == resolve(Experiment.parse(resolved.toml(full=True))).identity
     assert create(resolved) == create(Experiment.parse(f'strategy.name = "{name}"'))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_written_out_nothing_is_left_to_defaults(name: str) -> None:
+    """Every hyperparameter stands in the text, which reads back equal, means the same and has the same hash."""
+    given = Experiment.parse(f'strategy.name = "{name}"')
+    written = written_out(given)
+    again = Experiment.parse(written.toml(full=True))
+    assert again == written == written_out(again) == written_out(resolve(given))
+    assert again.identity == written.identity
+    assert create(again) == create(given)
+    unset = {key for key in hyperparameter_names(REGISTRY[name].cls) if getattr(create(given), key) is None}
+    assert written.strategy.options.keys() == {*hyperparameter_names(REGISTRY[name].cls)} - unset
 
 
 @pytest.mark.parametrize(("moments", "warned"), [("reset", True), ("keep", False)])

@@ -310,6 +310,7 @@ def test_check_prints_the_resolved_settings() -> None:
         "tau": 0.001,
     }
     assert tables["local"]["epochs"] == 1
+    assert tables["strategy"] == {"name": "fedadam", "weights": "data"}
     assert "# 3 clients, a model of 310 parameters, FedAvg(" in result.output
     assert Experiment.parse(result.output).rounds == 2
     assert not Path("runs").exists()
