@@ -15,7 +15,7 @@ from client.memory.cache import StateCache
 from client.memory.versions import ContextMemory, DiskMemory, Memory, RamMemory
 from client.policy import Policy
 from client.training.device import Staging, choose, free, settle
-from client.training.forward import Forward, evaluating
+from client.training.forward import Forward
 from client.training.work import local_steps
 from common import tasks
 from common.compression.feedback import Codec
@@ -111,24 +111,27 @@ class Session:
         )
 
     def _check_loss(self, held: Sequence[ClientData]) -> None:
-        """Raise SettingsError for a loss that no optimizer can follow, told by two examples.
+        """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.
 
         Whatever else goes wrong belongs to the round: there it costs one client.
         """
         data = next((data.train for data in held if len(data.train)), None)
         if data is None or self._sound:
             return
-        wrong = ""
-        batch = data.batch(torch.arange(min(2, len(data))))
-        with suppress(Exception), torch.no_grad(), torch_seeded(0, self.device), evaluating(self.model.module):
-            loss = self.forward(self.task, self.model, self.experiment.local).loss(batch)
-            if isinstance(loss, torch.Tensor) and loss.ndim == 0:
-                self._sound = True
-                return
+        module, loss, done = self.model.module, None, False
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with suppress(Exception), torch.no_grad(), torch_seeded(0, self.device):
+            module.train()
+            batch = data.batch(torch.arange(min(2, len(data))))
+            loss, done = self.forward(self.task, self.model, self.experiment.local).loss(batch), True
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self._sound = isinstance(loss, torch.Tensor) and loss.ndim == 0
+        if done and not self._sound:
             told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            wrong = f"{type(self.task).__name__}.loss() returned {told}; allowed: a 0-d tensor, the mean over the batch"
-        if wrong:
-            raise SettingsError(wrong)
+            raise SettingsError(
+                f"{type(self.task).__name__}.loss() returned {told}; allowed: a 0-d tensor, the mean over the batch"
+            )
 
 
 _sessions: dict[torch.device, Session] = {}

@@ -122,7 +122,7 @@ class Forward:
         }
 
         def represent(batch: Any) -> Tensor:
-            with torch.no_grad(), evaluating(model.module), self._observed() as seen:
+            with torch.no_grad(), _evaluating(model.module), self._observed() as seen:
                 torch.func.functional_call(loss, state, (batch,))
             return seen[0]
 
@@ -179,7 +179,7 @@ class LossModule(nn.Module):
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards each layer is in the mode that it was in."""
     training = [layer for layer in module.modules() if layer.training]
     module.eval()

@@ -87,7 +87,7 @@ WRONG = {
     "local = 3": ("a.toml: local = 3: Input should be a valid dictionary",),
     'local.lr = "fast"': ("local.lr = 'fast': Input should be a valid number",),
     "local.lr = nan": ("local.lr = nan: Input should be",),
-    'name = "../up"': ("a.toml: name = '../up': String should match pattern",),
+    'name = "../up"': ("a.toml: name = '../up': a name has 1 to 100 of",),
     "seeed = 1\nlocal.lr = -1": ("seeed = 1: unknown key", "local.lr = -1: Input should be greater than 0"),
     # names
     'strategy.name = "fedavgg"': ("strategy.name: 'fedavgg' is unknown; allowed: ",),

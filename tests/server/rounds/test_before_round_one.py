@@ -18,6 +18,7 @@ from client import session
 from common.data.examples import ClientData
 from common.errors import SettingsError
 from server.app import run as run_app
+from server.engines.inprocess import host_context
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
 from strategies.protocol.messages import BUFFERS, HEAD
@@ -203,6 +204,26 @@ def test_a_loss_that_is_no_scalar(
     with pytest.raises(SettingsError, match=words):
         run_app(FaultyGrid(), toy(), RunFolder(tmp_path), say=lambda text: None)
     assert not RunFolder(tmp_path).history()
+
+
+def test_to_look_at_the_loss_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are as they were, also those that no message carries, and no random number is drawn."""
+    model(lambda net: net.register_buffer("turns", torch.zeros(()), persistent=False), monkeypatch)
+    loss = faults.Toy.loss
+
+    def counted(self: Any, module: nn.Module, batch: Any) -> Tensor:
+        module.get_buffer("turns").add_(1)
+        return loss(self, module, batch) + torch.rand(())
+
+    monkeypatch.setattr(faults.Toy, "loss", counted)
+    settings = toy()
+    held = session.Session.of(settings.json(), host_context("ram", "cpu"))
+    before = [buffer.clone() for buffer in held.model.module.buffers()]
+    chance = torch.get_rng_state()
+    assert held.roll(["0", "1"], "", False, 0).examples == [6, 10]
+    assert all(torch.equal(a, b) for a, b in zip(before, held.model.module.buffers(), strict=True))
+    assert torch.equal(chance, torch.get_rng_state())
+    assert held._sound
 
 
 def test_a_task_without_clients_is_told_at_once(tmp_path: Path) -> None:
