@@ -15,7 +15,7 @@ from common.model import FlatModel, build, matrix_slots
 from common.settings import name_fault
 from common.tasks.base import Task
 from strategies.base import FederatedStrategy
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
 from strategies.registry import create, resolve
 
 
@@ -61,7 +61,7 @@ def prepare(experiment: Experiment) -> Prepared:
         raise SettingsError(
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
-    Pace(experiment).check(names)
+    Participation(experiment).check(names)
     return Prepared(experiment, strategy, task, model)
 
 

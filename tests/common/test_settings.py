@@ -15,7 +15,7 @@ from common.experiment import Experiment
 from common.settings import Section, dotted
 from server.compare.plan import Plan
 from server.deploy import nodes
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
 from strategies.registry import REGISTRY, cautions, create, hyperparameter_names, resolve, written_out
 
 
@@ -101,7 +101,7 @@ def test_every_toml_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> Non
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert list(nodes.read(file)) == ["a"]
     trace = written("trace.csv", "client,first,last\n0,1,2\n")
-    Pace(Experiment.parse(f'presence = {{kind = "trace", file = "{trace}"}}')).check(["0"])
+    Participation(Experiment.parse(f'presence = {{kind = "trace", file = "{trace}"}}')).check(["0"])
 
 
 def test_integers_are_numbers() -> None:
