@@ -119,7 +119,7 @@ class _RayProcesses:
         self._looked = now
         for process in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                if process.name() in RAY_PROCESSES:
+                if process.name() in RAY_PROCESSES and _lives(process):
                     self._seen.setdefault(process.pid, process)
         for pid, process in self._seen.items():
             if not _lives(process):
