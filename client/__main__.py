@@ -6,21 +6,21 @@ from common import portable
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
-import logging  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import threading  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
-from dataclasses import replace  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import FrameType  # noqa: E402
-from typing import Annotated, Any  # noqa: E402
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
 
-import typer  # noqa: E402
+import typer
 
-from client.commands import admin  # noqa: E402
-from client.commands.options import (  # noqa: E402
+from client.commands import admin
+from client.commands.options import (
     DEFAULT_MEMORY,
     Authority,
     Data,
@@ -35,8 +35,8 @@ from client.commands.options import (  # noqa: E402
     Server,
     errors,
 )
-from common.deploy.logs import LogFormat  # noqa: E402
-from common.errors import SettingsError  # noqa: E402
+from common.deploy.logs import LogFormat
+from common.errors import SettingsError
 
 # Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
 

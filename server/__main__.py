@@ -6,22 +6,22 @@ from common import portable
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
-import os  # noqa: E402
-import sys  # noqa: E402
-from enum import StrEnum  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Annotated, Any  # noqa: E402
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated, Any
 
-import typer  # noqa: E402
+import typer
 
-from common import references  # noqa: E402
-from common.deploy.addresses import LOOPBACK  # noqa: E402
-from common.deploy.logs import LogFormat  # noqa: E402
-from common.errors import SettingsError  # noqa: E402
-from common.experiment import Experiment  # noqa: E402
-from common.partition import split_cache as plans  # noqa: E402
-from server.commands import admin  # noqa: E402
-from server.commands.options import (  # noqa: E402
+from common.deploy.addresses import LOOPBACK
+from common.deploy.logs import LogFormat
+from common.errors import SettingsError
+from common.experiment import Experiment
+from common.partition import split_cache as plans
+from server.commands import admin
+from server.commands.options import (
     Certs,
     Cohort,
     ControlHost,
@@ -43,7 +43,7 @@ from server.commands.options import (  # noqa: E402
     State,
     errors,
 )
-from server.rounds.stopping import GRACE_S, StopOnSignal  # noqa: E402
+from server.rounds.stopping import GRACE_S, StopOnSignal
 
 cli = typer.Typer(
     add_completion=False,
@@ -99,7 +99,7 @@ def simulate(
                 vce.simulate(
                     settings,
                     folder,
-                    references.load(CLIENT_APP),
+                    resolve_name(CLIENT_APP),
                     resume=resume,
                     workers=workers or os.cpu_count() or 1,
                     say=display.say,
@@ -176,11 +176,13 @@ def local(
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
         settings, folder = _open(experiment, run_dir, resume, seed, portably)
+        from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
-        names = prepare(settings).task.names()
+        if not (names := prepare(settings).task.names()):
+            raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
             federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
         _conclude(folder, display)
@@ -276,9 +278,10 @@ def check(experiment: File) -> None:
     with errors():
         settings = Experiment.load(experiment)
         from server.rounds.prepare import prepare
+        from strategies.registry import written_out
 
         prepared = prepare(settings)
-        typer.echo(prepared.experiment.toml(full=True))
+        typer.echo(written_out(prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 
