@@ -2,6 +2,7 @@
 
     python -m benchmarks.house                     # server, client, strategies, common
     python -m benchmarks.house server.rounds       # one room from inside
+    python -m benchmarks.house --files             # what stands in each file, as in docs/house.md
 
 A room is a file or a folder at a package's top; an arrow is one room that imports another, wherever the line stands
 (in a function, under TYPE_CHECKING). A room's floor is one above the highest that it imports; rooms of a floor know
@@ -12,14 +13,19 @@ would be none. A folder's name ends with "/".
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import combinations
-from textwrap import wrap
+from pathlib import Path
+from textwrap import fill, wrap
 
 from grimp import ImportGraph, build_graph
+
+from common.flower import ROOT
 
 PACKAGES = ("server", "client", "strategies", "common")
 Arrow = tuple[str, str]
@@ -80,6 +86,27 @@ def table(houses: Iterable[House]) -> list[str]:
     return lines
 
 
+def files(package: str) -> list[str]:
+    """Every folder and file of a package with the first sentence of its docstring, a Markdown list."""
+    lines = [f"## {package}/", "", first_sentence(ROOT / package / "__init__.py") + ".", ""]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        folder = path.name == "__init__.py"
+        place = path.parent if folder else path
+        depth = len(place.relative_to(ROOT / package).parts) - 1
+        if depth < 0:
+            continue
+        name, told = place.name + "/" * folder, first_sentence(path)
+        text = f"* `{name}`: {told}" if told else f"* `{name}`"
+        lines.append(fill(text, 120, initial_indent="  " * depth, subsequent_indent="  " * depth + "  "))
+    return lines
+
+
+def first_sentence(path: Path) -> str:
+    """Of a module's docstring; "" without one."""
+    told = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return re.split(r"(?<=[.:])\s(?=[A-Z\n])|\n\n", told, maxsplit=1)[0].replace("\n", " ").rstrip(".:;")
+
+
 def _reach(rooms: Iterable[str], arrows: set[Arrow]) -> dict[str, set[str]]:
     """Room -> all that it stands on, itself only in a circle."""
     found = {room: {imported for importer, imported in arrows if importer == room} for room in rooms}
@@ -121,8 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; exit code 1 if an arrow runs upward."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", default=PACKAGES, help="dotted; default: the four")
+    parser.add_argument("--files", action="store_true", help="list the files instead")
+    options = parser.parse_args(arguments)
+    if options.files:
+        print("\n\n".join("\n".join(files(package)) for package in options.packages))
+        return 0
     graph = build_graph(*PACKAGES, cache_dir=None)
-    houses = [measure(graph, package) for package in parser.parse_args(arguments).packages]
+    houses = [measure(graph, package) for package in options.packages]
     print("\n\n".join("\n".join(picture(house)) for house in houses))
     print("", *table(houses), sep="\n")
     return 1 if any(house.upward for house in houses) else 0
