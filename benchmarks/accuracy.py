@@ -8,8 +8,8 @@ the tuning's seed is run with other seeds. All else has its default. It is a pla
 `plan.toml` in the folder, all cores unless `--workers` says otherwise, the same command again goes on.
 
 Accuracy, %: mean over seeds of the mean of a run's last five evaluations (rounds 48, 51, ... 60), with the sample
-standard deviation; of the model that the server holds on the test set, or with * of the clients' own models on their own
-examples, which is another and easier question. † : a rate lies at the edge of its grid.
+standard deviation; of the model that the server holds on the test set, or with * of the clients' own models on their
+own examples, which is another and easier question. † : a rate lies at the edge of its grid.
 """
 
 from __future__ import annotations
