@@ -1,6 +1,6 @@
 """What each algorithm reaches with rates tuned for it: one plan over the registry, and its table.
 
-    python -m benchmarks.accuracy [--only fagc scaffold] [--workers 2] [--folder runs/accuracy]
+    python -m benchmarks.accuracy [--only fagc scaffold] [--workers 2] [--folder runs/accuracy] [--picture curves.svg]
 
 The digits over 20 clients of Dirichlet(0.1), ten a round, one epoch of batches of 32, 60 rounds. Every algorithm tries
 every local rate of its optimizer's grid and, where its name fixes a server optimizer, three rates of that; the best on
@@ -20,11 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib import pyplot as plt
+
 from common.errors import RunError
 from common.experiment import Experiment
 from server.api import compare, results
 from server.compare.standings import TUNED
 from strategies.registry import REGISTRY, resolve
+from tests.support.helpers import MIXED, NORMED
 
 SEEDS, TUNING_SEEDS = [0, 1, 2], [100]
 ROUNDS, EVERY, WINDOW = 60, 3, 5
@@ -32,8 +36,7 @@ SGD = [0.01, 0.03, 0.1, 0.3, 1.0]
 ADAM = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 OUTER = [0.3, 0.7, 1.0]
 ADAPTIVE = [0.01, 0.03, 0.1]
-TASKS = {"fedbn": {"model": "cnn", "width": 8}, "pfedafm": {"extractor": 32}}
-"""Models for what the default one lacks: BatchNorm, a second extractor."""
+SHOWN = ["fedavg", "fedavgm", "scaffold", "feddyn", "hafedho"]
 
 
 def tables(algorithms: Sequence[str]) -> dict[str, Any]:
@@ -62,8 +65,14 @@ def variant(algorithm: str) -> dict[str, Any]:
     rates = {"local.lr": ADAM if settled.local.adaptive else SGD}
     if settled.server.optimizer != "sgd":
         rates["server.lr"] = OUTER if settled.server.optimizer in ("momentum", "nesterov") else ADAPTIVE
-    given = {"task": TASKS[algorithm]} if algorithm in TASKS else {}
-    return {"name": algorithm, "strategy.name": algorithm, **given, "tune": rates}
+    return {"name": algorithm, "strategy.name": algorithm, "task": task_of(algorithm), "tune": rates}
+
+
+def task_of(algorithm: str) -> dict[str, Any]:
+    """What its model needs beside the default: BatchNorm, a second extractor."""
+    if algorithm in NORMED:
+        return {"model": "cnn", "width": 8}
+    return {"extractor": 32} if algorithm in MIXED else {}
 
 
 def rows(frame: Any, tuned: dict[str, Any]) -> list[str]:
@@ -78,19 +87,39 @@ def rows(frame: Any, tuned: dict[str, Any]) -> list[str]:
     return lines
 
 
+def picture(frame: Any, path: Path) -> None:
+    """Accuracy by round of the algorithms in `SHOWN`: mean over seeds, and a band of one standard deviation."""
+    matplotlib.rcParams["svg.hashsalt"] = "fedkeel"  # the same runs, the same file
+    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    for algorithm in SHOWN:
+        runs = frame[frame["variant"] == algorithm].dropna(subset="accuracy")
+        values = 100 * runs.pivot_table(index="round", columns="seed", values="accuracy")
+        mean, spread = values.mean(axis=1), values.std(axis=1)
+        (line,) = axes.plot(values.index, mean, label=algorithm)
+        axes.fill_between(values.index, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel="round", ylabel="accuracy, %", xlim=(EVERY, ROUNDS), ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False, ncols=len(SHOWN))
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the plan, or what is missing of it, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=REGISTRY, default=list(REGISTRY))
     parser.add_argument("--workers", type=int)
     parser.add_argument("--folder", type=Path, default=Path("runs/accuracy"))
+    parser.add_argument("--picture", type=Path, help="curves of some of them, .svg or .png")
     options = parser.parse_args(arguments)
     try:
         compare(tables(options.only), run_dir=options.folder, workers=options.workers, progress=True)
     except RunError as error:  # a rate at which an algorithm diverges ends its run, and loses
         print(error)
     tuned = json.loads((options.folder / TUNED).read_text("utf-8"))
-    print("| name | rates | accuracy, % |\n| --- | --- | --- |", *rows(results(options.folder), tuned), sep="\n")
+    frame = results(options.folder)
+    print("| name | rates | accuracy, % |\n| --- | --- | --- |", *rows(frame, tuned), sep="\n")
+    if options.picture:
+        picture(frame, options.picture)
 
 
 if __name__ == "__main__":

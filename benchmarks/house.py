@@ -2,7 +2,7 @@
 
     python -m benchmarks.house                     # server, client, strategies, common
     python -m benchmarks.house server.rounds       # one room from inside
-    python -m benchmarks.house --files             # what stands in each file, as in docs/house.md
+    python -m benchmarks.house --write             # the picture in CONTRIBUTING.md and the list in docs/house.md anew
 
 A room is a file or a folder at a package's top; an arrow is one room that imports another, wherever the line stands
 (in a function, under TYPE_CHECKING). A room's floor is one above the highest that it imports; rooms of a floor know
@@ -101,6 +101,15 @@ def files(package: str) -> list[str]:
     return lines
 
 
+def write(drawn: str, listed: str) -> None:
+    """Put picture and list in their places."""
+    contributing, house = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "house.md"
+    text = contributing.read_text("utf-8")
+    contributing.write_text(re.sub(r"(?s)(?<=```text\n).*?(?=\n```)", lambda _: drawn, text), "utf-8")
+    head, _, _ = house.read_text("utf-8").partition("\n## ")
+    house.write_text(f"{head}\n{listed}\n", "utf-8")
+
+
 def first_sentence(path: Path) -> str:
     """Of a module's docstring; "" without one."""
     told = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -148,15 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; exit code 1 if an arrow runs upward."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", default=PACKAGES, help="dotted; default: the four")
-    parser.add_argument("--files", action="store_true", help="list the files instead")
+    parser.add_argument("--write", action="store_true", help="into the documents, too")
     options = parser.parse_args(arguments)
-    if options.files:
-        print("\n\n".join("\n".join(files(package)) for package in options.packages))
-        return 0
     graph = build_graph(*PACKAGES, cache_dir=None)
     houses = [measure(graph, package) for package in options.packages]
-    print("\n\n".join("\n".join(picture(house)) for house in houses))
-    print("", *table(houses), sep="\n")
+    drawn = "\n\n".join("\n".join(picture(house)) for house in houses)
+    print(drawn, "", *table(houses), sep="\n")
+    if options.write:
+        write(drawn, "\n\n".join("\n".join(files(package)) for package in options.packages))
     return 1 if any(house.upward for house in houses) else 0
 
 

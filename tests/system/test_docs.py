@@ -145,7 +145,8 @@ def test_the_house_is_as_drawn() -> None:
     houses = [house.measure(graph, package) for package in house.PACKAGES]
     drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert drawn
-    assert drawn[1].rstrip("\n") == "\n\n".join("\n".join(house.picture(each)) for each in houses)
+    picture = "\n\n".join("\n".join(house.picture(each)) for each in houses)
+    assert drawn[1] == picture + "\n", "run python -m benchmarks.house --write"
     ruled = re.findall(r"^\| (\w+)/(.*?) \|", text, re.MULTILINE)
     for each in houses:
         named = {name for package, cell in ruled if package == each.package for name in words(cell)}
@@ -159,7 +160,7 @@ def test_every_file_is_in_the_house() -> None:
     """docs/house.md lists what its command lists; sentences may have changed since."""
     listed = re.findall(r"^ *\* `(.+?)`", "\n".join(map("\n".join, map(house.files, house.PACKAGES))), re.MULTILINE)
     told = re.findall(r"^ *\* `(.+?)`", (DOCS / "house.md").read_text("utf-8"), re.MULTILINE)
-    assert told == listed, "run python -m benchmarks.house --files"
+    assert told == listed, "run python -m benchmarks.house --write"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: path.name)
