@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy [--only fagc scaffold] [--workers 2] [--folder runs/accuracy] [--picture curves.svg]
 
 The digits over 20 clients of Dirichlet(0.1), ten a round, one epoch of batches of 32, 60 rounds. Every algorithm tries
-every local rate of its optimizer's grid and, where its name fixes a server optimizer, three rates of that; the best on
-the tuning's seed is run with other seeds. All else has its default. It is a plan as `python -m server compare` runs it:
+every local rate of its optimizer's grid and, where it is FedAvg with a server optimizer, three rates of that; the best
+on the tuning's seed is run with other seeds. All else has its default. It is a plan as `python -m server compare` runs it:
 `plan.toml` in the folder, all cores unless `--workers` says otherwise, the same command again goes on.
 
 Accuracy, %: mean over seeds of the mean of a run's last five evaluations (rounds 48, 51, ... 60), with the sample
@@ -32,9 +32,9 @@ from tests.support.helpers import MIXED, NORMED
 
 SEEDS, TUNING_SEEDS = [0, 1, 2], [100]
 ROUNDS, EVERY, WINDOW = 60, 3, 5
-SGD = [0.01, 0.03, 0.1, 0.3, 1.0]
-ADAM = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
-OUTER = [0.3, 0.7, 1.0]
+SGD = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
+ADAM = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
+MOMENTUM = [0.3, 0.7, 1.0]
 ADAPTIVE = [0.01, 0.03, 0.1]
 SHOWN = ["fedavg", "fedavgm", "scaffold", "feddyn", "hafedho"]
 
@@ -63,8 +63,8 @@ def variant(algorithm: str) -> dict[str, Any]:
     """An algorithm with what is tried for it."""
     settled = resolve(Experiment.model_validate({"strategy": {"name": algorithm}}))
     rates = {"local.lr": ADAM if settled.local.adaptive else SGD}
-    if settled.server.optimizer != "sgd":
-        rates["server.lr"] = OUTER if settled.server.optimizer in ("momentum", "nesterov") else ADAPTIVE
+    if settled.server.optimizer not in ("sgd", "nesterov"):  # the outer step of DiLoCo and MuLoCo is part of the name
+        rates["server.lr"] = MOMENTUM if settled.server.optimizer == "momentum" else ADAPTIVE
     return {"name": algorithm, "strategy.name": algorithm, "task": task_of(algorithm), "tune": rates}
 
 
