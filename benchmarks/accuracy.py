@@ -4,8 +4,8 @@
 
 The digits over 20 clients of Dirichlet(0.1), ten a round, one epoch of batches of 32, 60 rounds. Every algorithm tries
 every local rate of its optimizer's grid and, where it is FedAvg with a server optimizer, three rates of that; the best
-on the tuning's seed is run with other seeds. All else has its default. It is a plan as `python -m server compare` runs it:
-`plan.toml` in the folder, all cores unless `--workers` says otherwise, the same command again goes on.
+on the tuning's seed is run with other seeds. All else has its default. It is a plan as `python -m server compare` runs
+it: `plan.toml` in the folder, all cores unless `--workers` says otherwise, the same command again goes on.
 
 Accuracy, %: mean over seeds of the mean of a run's last five evaluations (rounds 48, 51, ... 60), with the sample
 standard deviation; of the model that the server holds on the test set, or with * of the clients' own models on their
