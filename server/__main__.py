@@ -166,11 +166,13 @@ def local(
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
+        from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
-        names = prepare(settings).task.names()
+        if not (names := prepare(settings).task.names()):
+            raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
             federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
         _conclude(folder, display)
@@ -264,9 +266,10 @@ def check(experiment: File) -> None:
     with errors():
         settings = Experiment.load(experiment)
         from server.rounds.prepare import prepare
+        from strategies.registry import written_out
 
         prepared = prepare(settings)
-        typer.echo(prepared.experiment.toml(full=True))
+        typer.echo(written_out(prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 
