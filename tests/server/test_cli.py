@@ -24,6 +24,7 @@ from common.flower import ROOT
 from server.__main__ import cli
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
+from strategies.registry import written_out
 
 SMALL = """
 name = "small"
@@ -254,7 +255,7 @@ def test_what_does_not_fit_the_folder_is_told() -> None:
 
 
 def prepared(text: str) -> str:
-    return prepare(Experiment.parse(text)).experiment.identity
+    return written_out(prepare(Experiment.parse(text)).experiment).identity
 
 
 @pytest.mark.parametrize("option", ["--fleet-port", "--control-port"])
