@@ -163,7 +163,7 @@ def read_head(cls: type[T], content: RecordDict) -> T:
     values: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]
         kind, _, entry = str(item.type).rstrip("]").partition("[")
-        value = record.get(item.name, [] if entry else None)
+        value: Any = record.get(item.name, [] if entry else None)
         if value is None and item.metadata.get("later"):
             value = item.default
         entries = value if entry and isinstance(value, list) else []
