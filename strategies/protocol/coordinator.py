@@ -155,7 +155,7 @@ class Coordinator:
             left, digest = self._down.rest(broadcast, self.downlink)
             rest = wire.to_records(left)
         buffers = wire.to_records(self.buffers)
-        self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
+        self.assigned = self.strategy.assign(self.state, [m.name for m in members], round, self.experiment.seed)
         text, total = self.experiment.json(), self.total
         budgets = {member.name: self.participation.budget(round, member) for member in members}
         self._bounds = {name: budget.steps for name, budget in budgets.items()}

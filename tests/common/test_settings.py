@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from strategies.registry import REGISTRY, cautions, create, resolve
+from strategies.registry import REGISTRY, cautions, settled
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from strategies.registry import REGISTRY, cautions, create, resolve
 def test_wrong_types_are_errors(text: str, message: str) -> None:
     """Neither text nor booleans become numbers silently."""
     with pytest.raises(SettingsError) as caught:
-        create(Experiment.parse(text))
+        settled(Experiment.parse(text))[0]
     assert message in str(caught.value)
 
 
@@ -39,17 +39,17 @@ def test_integers_are_numbers() -> None:
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_resolved_experiment_means_the_same(name: str) -> None:
     """Written out in full or in part, as TOML or as JSON, a resolved experiment comes back equal."""
-    resolved = resolve(Experiment.parse(f'strategy.name = "{name}"\nround.sample = 3'))
+    resolved = settled(Experiment.parse(f'strategy.name = "{name}"\nround.sample = 3'))[1]
     for text in (resolved.toml(), resolved.toml(full=True)):
-        assert resolve(Experiment.parse(text)) == resolved
-    assert resolved.identity == resolve(Experiment.parse(resolved.toml(full=True))).identity
-    assert create(resolved) == create(Experiment.parse(f'strategy.name = "{name}"'))
+        assert settled(Experiment.parse(text))[1] == resolved
+    assert resolved.identity == settled(Experiment.parse(resolved.toml(full=True)))[1].identity
+    assert settled(resolved)[0] == settled(Experiment.parse(f'strategy.name = "{name}"'))[0]
 
 
 @pytest.mark.parametrize(("moments", "warned"), [("reset", True), ("keep", False)])
 def test_soaps_lost_step_is_told(moments: str, warned: bool) -> None:
     """With moments reset each round, one of the steps moves no matrix."""
     experiment = Experiment.parse(f'local = {{optimizer = "soap", moments = "{moments}"}}')
-    found = cautions(create(experiment), experiment, 7)
+    found = cautions(settled(experiment)[0], experiment, 7)
     assert len(found) == warned
     assert all("the first of 7 steps a round" in text for text in found)

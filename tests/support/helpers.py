@@ -27,7 +27,7 @@ from strategies.protocol.coordinator import Coordinator, upload_seed
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
 from strategies.protocol.messages import Reply, ReplyHead, TrainHead
-from strategies.registry import REGISTRY, create, resolve
+from strategies.registry import REGISTRY, settled
 
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
 """All but those that need layers: a quadratic has none."""
@@ -72,8 +72,8 @@ class Simulation:
     """
 
     def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
-        self.experiment = experiment = resolve(experiment)
-        self.strategy = create(experiment)
+        self.strategy, experiment = settled(experiment)
+        self.experiment = experiment
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
@@ -187,7 +187,7 @@ class Simulation:
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
         late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]
-        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round)
+        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round, self.experiment.seed)
         self.informed = None
         if self.strategy.survey:
             self.informed = coordinator.inform(round, [self.train(name, "survey") for name in self.sampled])

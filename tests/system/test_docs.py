@@ -16,7 +16,7 @@ from benchmarks.algorithms import payload
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
-from strategies.registry import REGISTRY, Entry, create, hyperparameter_names
+from strategies.registry import REGISTRY, Entry, hyperparameter_names, settled
 from tests.server.rounds.test_resume import digits
 from tests.strategies import test_one_round
 from tests.support.faults import ran
@@ -62,14 +62,14 @@ def test_five_line_experiment_is_valid() -> None:
     """The README's example, as written."""
     text = README.split("## An experiment\n", 1)[1].split("Everything else", 1)[0]
     experiment = Experiment.parse("\n".join(line.strip() for line in text.splitlines()))
-    assert create(experiment)
+    assert settled(experiment)[0]
     assert len([line for line in text.splitlines() if line.strip()]) == 5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: path.name)
 def test_ready_experiments_are_valid(path: object) -> None:
     """Every file in experiments/."""
-    assert create(Experiment.load(str(path)))
+    assert settled(Experiment.load(str(path)))[0]
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -141,7 +141,7 @@ def test_contributing_leads_to_an_algorithm(tmp_path: Path, monkeypatch: pytest.
     weights = [ran(tmp_path / name, digits(name, 3)).history[-1]["sha256"] for name in ("yours", "fedcm")]
     assert weights[0] == weights[1]
     with pytest.raises(SettingsError, match=r"'yours' has no meaning with local.optimizer = 'adam'"):
-        create(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))
+        settled(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))[0]
 
 
 def test_contributing_leads_to_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
