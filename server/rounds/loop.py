@@ -23,9 +23,10 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.base import Upload
 from strategies.protocol import wire
+from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
-from strategies.protocol.messages import Refused, read_reply, usable
+from strategies.protocol.messages import usable
 from strategies.registry import cautions
 
 TTL_MARGIN_S = 60.0
@@ -266,19 +267,12 @@ class Rounds:
         missing: str,
         phase: str,
     ) -> list[Upload]:
-        uploads = []
-        for name in names:
-            try:
-                if name not in replies:
-                    raise Refused(missing)
-                reply = read_reply(replies[name])
-                attempt.bytes_up += reply.bytes
-                uploads.append(coordinator.check(round, name, reply, phase))
-            except Refused as error:
-                attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost" and coordinator.lost_memory(name):
-                    attempt.lost.append(name)
-        return uploads
+        verdict = judge(coordinator, round, {name: replies.get(name) for name in names}, phase, missing)
+        attempt.bytes_up += verdict.bytes
+        attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
+        attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
+        attempt.lost += verdict.lost
+        return verdict.uploads
 
     def _inform(
         self, round: int, coordinator: Coordinator, attempt: Attempt, uploads: list[Upload], quorum: int

@@ -23,10 +23,11 @@ from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import Coordinator, upload_seed
+from strategies.protocol.acceptance import accepted_upload
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead, TrainHead
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead, upload_seed
 from strategies.registry import REGISTRY, settled
 
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
@@ -165,7 +166,7 @@ class Simulation:
             lr=upload.lr,
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
-        return coordinator.check(round, name, reply, phase)
+        return accepted_upload(coordinator, round, name, reply, phase)
 
     def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
         before = torch.get_rng_state()
