@@ -136,6 +136,15 @@ def settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     return strategy, whole
 
 
+def identities(experiment: Experiment) -> tuple[str, ...]:
+    """The identity of a settled experiment, and that under which a run of it may have been kept before."""
+    strategy = experiment.strategy
+    if REGISTRY[strategy.name].cls not in (FAGC, FANT):
+        return (experiment.identity,)
+    former = StrategySettings(name=strategy.name, **strategy.options, refresh_seed=experiment.seed)
+    return experiment.identity, experiment.model_copy(update={"strategy": former}).identity
+
+
 def config_of(experiment: Experiment) -> ConfigRecord:
     """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
     return ConfigRecord({"experiment": settled(experiment)[1].json()})
@@ -209,4 +218,4 @@ def _fault_line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "hyperparameter_names", "settled"]
+__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "hyperparameter_names", "identities", "settled"]

@@ -27,7 +27,7 @@ from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
 from strategies.protocol.messages import usable
-from strategies.registry import cautions
+from strategies.registry import cautions, identities
 
 TTL_MARGIN_S = 60.0
 
@@ -74,7 +74,7 @@ class Rounds:
         self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
         settings = prepared.experiment.checkpoint
-        self._checkpoints = Checkpoints(folder.checkpoints, prepared.experiment.identity, settings.keep)
+        self._checkpoints = Checkpoints(folder.checkpoints, identities(prepared.experiment), settings.keep)
 
     def run(self, resume: bool = False) -> Record:
         """Run to the last round; returns the last line of the history, {} if there was nothing to do.

@@ -16,13 +16,15 @@ import pytest
 
 from client.app import app
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import Experiment, StrategySettings
 from common.flower import ROOT
 from common.partition.file import FORMAT
 from server.engines.inprocess import InProcessGrid
+from server.rounds import loop
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
+from strategies import registry
 from strategies.registry import REGISTRY
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
@@ -228,6 +230,19 @@ def test_what_may_change(tmp_path: Path, straight: Ran) -> None:
     assert [line["round"] for line in result.history] == list(range(1, 9))
     assert len(list(result.folder.checkpoints.iterdir())) == 1
     assert "rounds = 8" in (tmp_path / SETTINGS).read_text("utf-8")
+
+
+def test_a_run_of_fagc_from_before_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings held the run's seed once more, as strategy.refresh_seed, and its checkpoints their hash."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "identities", lambda experiment: registry.identities(experiment)[1:])
+        ran(tmp_path, toy("fagc", rounds=2), grid(tmp_path))
+    whole = toy("fagc", rounds=4)
+    former = StrategySettings(name="fagc", **whole.strategy.options, refresh_seed=whole.seed)
+    kept = whole.model_copy(update={"rounds": 3, "strategy": former})
+    assert len(ran(tmp_path, kept, grid(tmp_path), resume=True).history) == 3
+    result = ran(tmp_path, whole, grid(tmp_path), resume=True)
+    assert result.final == ran(tmp_path / "straight", whole).final
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
