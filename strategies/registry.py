@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
-from common.settings import Section, checked
+from common.settings import Section, checked, shown
 from strategies.base import FederatedStrategy
 from strategies.fagc import FAGC, FANT
 from strategies.fedavg import FedAvg
@@ -136,6 +136,14 @@ def settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     return strategy, whole
 
 
+def written_out(strategy: FederatedStrategy, experiment: Experiment) -> Experiment:
+    """What is settled, with every hyperparameter of the algorithm, also those that nobody set: what a run folder keeps,
+    so that it means the same when a default has changed."""
+    own = {name: getattr(strategy, name) for name in hyperparameter_names(type(strategy))}
+    given = experiment.strategy.options | {name: value for name, value in own.items() if value is not None}
+    return experiment.model_copy(update={"strategy": StrategySettings(name=experiment.strategy.name, **given)})
+
+
 def identities(experiment: Experiment) -> tuple[str, ...]:
     """The identity of a settled experiment, and that under which a run of it may have been kept before."""
     strategy = experiment.strategy
@@ -214,8 +222,17 @@ def _fault_line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         allowed = ", ".join(hyperparameter_names(cls))
-        return f"strategy.{key} = {fault['input']!r}: {name!r} has no such hyperparameter; allowed: {allowed}"
-    return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
+        return f"strategy.{key} = {shown(fault['input'])}: {name!r} has no such hyperparameter; allowed: {allowed}"
+    return f"strategy.{key} = {shown(fault['input'])}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "hyperparameter_names", "identities", "settled"]
+__all__ = [
+    "REGISTRY",
+    "Entry",
+    "cautions",
+    "config_of",
+    "hyperparameter_names",
+    "identities",
+    "settled",
+    "written_out",
+]

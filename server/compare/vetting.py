@@ -13,7 +13,7 @@ from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.prepare import assemble
 from strategies.base import FederatedStrategy
-from strategies.registry import settled
+from strategies.registry import settled, written_out
 
 FREE = {"rounds", "checkpoint", "tracking"}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
@@ -53,7 +53,9 @@ def _kind(strategy: FederatedStrategy, experiment: Experiment) -> str:
     other faults. Of an algorithm it is what it asks of a model."""
     unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
     asked = type(strategy).check_model.__qualname__
-    return f"{experiment.model_dump(exclude=unseen)} {experiment.local.steps} {asked}"
+    local = experiment.local
+    muon = local.optimizer == "muon" and not local.nesterov
+    return f"{experiment.model_dump(exclude=unseen)} {local.steps} {muon} {asked}"
 
 
 class Faults:
@@ -110,7 +112,8 @@ def _changes(folder: RunFolder, wanted: Experiment) -> Iterator[str]:
     if not folder.holds_run() or not file.exists():
         return
     held = Experiment.load(file)
-    before, after = (dict(dotted(each.model_dump(mode="json", exclude=FREE))) for each in (held, wanted))
+    whole = (written_out(*settled(each)).model_dump(mode="json", exclude=FREE) for each in (held, wanted))
+    before, after = (dict(dotted(each)) for each in whole)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key} = {before.get(key)!r}, the plan says {after.get(key)!r}"

@@ -12,7 +12,7 @@ from flwr.app import Message
 from common import vector
 from common.compression.feedback import Kind
 from common.vector import State
-from strategies.protocol.coordinator import Coordinator
+from strategies.protocol.coordinator import Coordinator, spoilt
 from strategies.protocol.members import Member
 from strategies.protocol.messages import Refused, Reply, read_reply, upload_seed
 from strategies.protocol.work import Upload
@@ -76,7 +76,7 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
         for group, own in coordinator.buffers.items():
             _same_layout(group, reply.buffers[group], own)
         upload.buffers = reply.buffers
-    _check_values(upload, payload, coordinator.experiment.round.max_upload_norm)
+    _check_values(coordinator, upload, payload)
     try:
         strategy.check_upload(upload.vectors)
     except ValueError as error:
@@ -116,8 +116,9 @@ def _decoded(
     return vectors, {f"{name}/{key}": value for key, value in copies.items()}
 
 
-def _check_values(upload: Upload, payload: Mapping[str, Kind], bound: float | None) -> None:
-    """Finite numbers alone, and no vector longer than `bound`; notes the norms."""
+def _check_values(coordinator: Coordinator, upload: Upload, payload: Mapping[str, Kind]) -> None:
+    """Finite numbers alone, and no vector longer than `round.max_upload_norm`; notes the norms."""
+    bound = coordinator.experiment.round.max_upload_norm
     for group, value in upload.vectors.items():
         size = vector.norm(value)
         if not math.isfinite(size):
@@ -126,7 +127,7 @@ def _check_values(upload: Upload, payload: Mapping[str, Kind], bound: float | No
         if bound is not None and payload[group] != "scalar" and size > bound:
             raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
     for group, value in upload.buffers.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if spoilt(value, coordinator.buffers[group]):
             raise Refused("not finite", f"{group} holds NaN or Inf")
     if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
         raise Refused("not finite", f"training loss {loss}")

@@ -244,7 +244,7 @@ class Coordinator:
         before = self.state if informed is None else informed
         state = self._applied(round, ordered, before, self.strategy.aggregate)
         buffers = mean_buffers(self.buffers, ordered)
-        if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
+        if not all_finite(state) or any(spoilt(value, self.buffers[name]) for name, value in buffers.items()):
             raise NotFinite(f"the aggregate of round {round} is not finite")
         downlink = self._down.follow(self.downlink, self.strategy.broadcast(state), round + 1)
         if not all_finite({name: value for name, value in downlink.items() if "/" not in name}):
@@ -285,3 +285,11 @@ def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
         else:
             result[name] = torch.stack(list(sent)).amax(dim=0).to(own.dtype)
     return result
+
+
+def spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether a buffer holds NaN or Inf where the server's does not: a causal mask is -inf and stays so."""
+    if not new.is_floating_point() or bool((finite := torch.isfinite(new)).all()):
+        return False
+    same = (new == held) | (new.isnan() & held.isnan())
+    return not bool((finite | same).all())

@@ -25,7 +25,7 @@ from server.rounds.checkpoint import Checkpoints
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
 from strategies import registry
-from strategies.registry import REGISTRY
+from strategies.registry import REGISTRY, settled, written_out
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
 
@@ -214,8 +214,8 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     for other in (toy("scaffold", rounds=8, seed=1), toy("fedavg", rounds=8), toy("scaffold", local={"lr": 0.3})):
         error = run_again(tmp_path, other)
         assert isinstance(error, SettingsError)
-        assert other.identity in str(error)
-        assert settings.identity in str(error)
+        assert written_out(*settled(other)).identity in str(error)
+        assert written_out(*settled(settings)).identity in str(error)
         assert "only rounds, [evaluate] and [checkpoint] may change" in str(error)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -243,6 +243,34 @@ def test_a_run_of_fagc_from_before_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert len(ran(tmp_path, kept, grid(tmp_path), resume=True).history) == 3
     result = ran(tmp_path, whole, grid(tmp_path), resume=True)
     assert result.final == ran(tmp_path / "straight", whole).final
+
+
+def test_a_folder_holds_the_hyperparameters_that_nobody_set(tmp_path: Path) -> None:
+    """What a run folder keeps goes on with the run as the file does that it was started with."""
+    given = toy("hafedho", rounds=2)
+    ran(tmp_path, given, grid(tmp_path))
+    kept = Experiment.load(tmp_path / SETTINGS)
+    assert kept == written_out(*settled(given))
+    assert kept.strategy.options["mu"] == 0.01
+    assert len(ran(tmp_path, kept.model_copy(update={"rounds": 3}), grid(tmp_path), resume=True).history) == 3
+    whole = ran(tmp_path, toy("hafedho", rounds=4), grid(tmp_path), resume=True)
+    assert whole.final == ran(tmp_path / "straight", toy("hafedho", rounds=4)).final
+    changed = StrategySettings(name="hafedho", mu=0.02)
+    other = run(tmp_path, toy("hafedho", rounds=5).model_copy(update={"strategy": changed}), resume=True)
+    assert "is of another experiment" in str(other.error)
+
+
+def test_a_folder_of_before_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows only what the file said: its hash and its settings are without the hyperparameters that nobody set."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr("server.rounds.loop.written_out", lambda strategy, experiment: experiment)
+        ran(tmp_path, toy("hafedho", rounds=2), grid(tmp_path))
+    kept = Experiment.load(tmp_path / SETTINGS)
+    assert "mu" not in kept.strategy.options
+    for rounds in (3, 4):
+        settings = kept.model_copy(update={"rounds": rounds})
+        result = ran(tmp_path, settings, grid(tmp_path), resume=True)
+    assert result.final == ran(tmp_path / "straight", toy("hafedho", rounds=4)).final
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
