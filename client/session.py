@@ -30,7 +30,7 @@ from common.tasks.base import NO_CLIENTS, Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
-from strategies.registry import create
+from strategies.registry import settled
 
 MOST_CLASSES = 10_000
 VERSIONS = versions()
@@ -72,7 +72,7 @@ class Session:
         require(experiment.local.arithmetic, target)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            strategy = create(experiment)
+            strategy = settled(experiment)[0]
             model = build(task, experiment.seed, target, experiment.personal.parts, strategy.check_model)
             held = _sessions[target] = cls(
                 text,
