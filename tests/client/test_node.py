@@ -61,7 +61,7 @@ def finish(link: SuperLink, run_id: int, out: Path) -> list[dict[str, object]]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -79,8 +79,9 @@ def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Pa
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: Path) -> None:
     control, fleet = free_ports(2)
     log = tmp_path / "a.log"
@@ -102,7 +103,7 @@ def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: P
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -116,8 +117,9 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
         assert not link.control.online()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp_path: Path) -> None:
     control, fleet = free_ports(2)
     log = tmp_path / "a.log"
@@ -138,7 +140,7 @@ def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_sigterm_ends_a_node_that_waits_for_its_server(tmp_path: Path) -> None:
     with node(f"127.0.0.1:{free_ports(1)[0]}", "a", tmp_path) as family:
@@ -147,8 +149,9 @@ def test_sigterm_ends_a_node_that_waits_for_its_server(tmp_path: Path) -> None:
         assert family.process.wait(5) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link, node(link.fleet_address, "a", tmp_path) as family:
         run_id = start(link, tmp_path / "out.json", "sleep60")
@@ -160,8 +163,9 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
         assert not link.control.status(run_id).over
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_an_idle_node_takes_next_to_no_cpu(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link, node(link.fleet_address, "a", tmp_path) as family:
         until(lambda: link.control.online())
@@ -178,7 +182,7 @@ def test_the_gap_between_polls_grows_with_the_idle_time_only() -> None:
     assert all(1.6 <= poll_delay(10_000) <= 2.4 for _ in range(100))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_nobody_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -238,8 +242,9 @@ def test_help_has_an_example() -> None:
         assert "Example: python -m client join" in CliRunner().invoke(cli, [*command, "--help"]).output
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_no_process_outlives_the_superlink(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link:
         start(link, tmp_path / "out.json", "echo")  # Its server app waits for a node for ever.
@@ -249,7 +254,7 @@ def test_no_process_outlives_the_superlink(tmp_path: Path) -> None:
     assert not link.family.members()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's death is Linux's")
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
@@ -266,7 +271,7 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert not alive
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "1.log") as link, pytest.raises(RunError, match=f"port {link.fleet_port} .* in use"):

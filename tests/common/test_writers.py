@@ -16,7 +16,7 @@ from server.app import run
 from server.engines.inprocess import InProcessGrid, grid
 from server.rounds.folder import RunFolder
 
-pytestmark = [pytest.mark.data, pytest.mark.slow]
+pytestmark = [pytest.mark.data, pytest.mark.processes]
 
 
 def experiment(algorithm: str) -> Experiment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -24,17 +24,10 @@ from server.rounds.checkpoint import Checkpoint, read
 from server.rounds.folder import RunFolder
 from tests.support.gated import VARIABLE, Gates
 from tests.support.helpers import Simulation
+from tests.support.patience import until
 from tests.support.proxy import Proxy
 
 MARK = "FEDKEEL_TEST"
-
-
-def until(true: Callable[[], object], what: str, limit_s: float = 90.0) -> None:
-    """Wait for it, with a limit."""
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, f"waited {limit_s:g} s in vain: {what}"
-        time.sleep(0.02)
 
 
 def experiment(
@@ -206,11 +199,12 @@ class Federation:
 
     def finish(self, folder: RunFolder, limit_s: float = 120.0) -> list[dict[str, Any]]:
         """Wait for the end of the run; returns its history."""
-        end = time.monotonic() + limit_s
-        while folder.status().get("status") != "finished":
-            assert time.monotonic() < end, f"no end: {folder.status()}\n{self._log()}\n{folder.notes()[-5:]}"
+
+        def ended() -> bool:
             assert folder.status().get("status") != "failed", f"{folder.status()}\n{self._log()}"
-            time.sleep(0.02)
+            return folder.status().get("status") == "finished"
+
+        until(ended, lambda: f"no end: {folder.status()}\n{self._log()}\n{folder.notes()[-5:]}", limit_s)
         return folder.history()
 
     def _log(self) -> str:

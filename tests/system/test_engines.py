@@ -26,9 +26,11 @@ from server.rounds.folder import RunFolder
 from server.watch.follow import failure
 from strategies.registry import REGISTRY
 from tests.support.helpers import ON_DIGITS
-from tests.support.today import drawn
+from tests.support.processes import environment as environment_of
+from tests.support.processes import until
+from tests.support.today import cells
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 UNEVEN = "uneven"
 """SCAFFOLD with clients of unequal speed and presence."""
@@ -86,20 +88,26 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
     """A SuperLink and six resident client processes."""
     folder = tmp_path_factory.mktemp("grpc")
     with (
+        environment_of(PYTHONPATH=str(ROOT)),  # the bundle of `many` has nothing of its own
         SuperLink(folder / "superlink.log") as link,
         start_clients(link.fleet_address, NAMES, memory_root=folder / "memory", log_dir=folder),
     ):
         yield link
 
 
-TODAY = {"scaffold", "hafedho", UNEVEN, *drawn(list(REGISTRY), 6, "grpc")}
+def test_grpc_in_one_server_app(federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
+    """Over gRPC between processes: one server app, which is loaded once, runs every algorithm with the same clients."""
+    for name in CASES:
+        (tmp_path / f"{name}.toml").write_text(experiment(name).toml(), "utf-8")
+    run_id = federation.control.submit(ROOT / "tests" / "support" / "standin" / "many", {"folder": str(tmp_path)})
+    until(lambda: federation.control.status(run_id).over, "all runs", 2 * DEADLINE_S)
+    assert federation.control.status(run_id).completed, federation.control.log(run_id)[-3000:]
+    assert {name: RunFolder(tmp_path / name).status()["sha256"] for name in CASES} == in_process
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("algorithm", cells(CASES, 1, 9, "grpc"))
 def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
-    """Over gRPC between processes; the same clients serve one run after the other. Some algorithms a day."""
+    """The same through the real server app, one for each run."""
     folder = RunFolder(tmp_path)
     config: dict[str, str | int | float | bool] = {
         "experiment-toml": experiment(algorithm).toml(),
@@ -133,6 +141,7 @@ def test_vce(in_process: dict[str, str], tmp_path: Path) -> None:
     assert got == in_process
 
 
+@pytest.mark.rest
 def test_flwr_run(in_process: dict[str, str], tmp_path: Path) -> None:
     """Plain `flwr run` with Flower's default of two virtual nodes for six clients."""
     text = tmp_path / "experiment.toml"

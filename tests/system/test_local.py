@@ -19,8 +19,9 @@ from common.flower import ROOT
 from server.app import run
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support.today import cells
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TEXT = """
 name = "local"
@@ -88,7 +89,9 @@ def test_runs_to_its_end(tmp_path: Path) -> None:
 EXIT_CODES = {(signal.SIGINT,): 130, (signal.SIGTERM,): 0, (signal.SIGTERM, signal.SIGTERM): 130, (signal.SIGKILL,): -9}
 
 
-@pytest.mark.parametrize("how", EXIT_CODES, ids=lambda how: "+".join(each.name for each in how))
+@pytest.mark.parametrize(
+    "how", cells(list(EXIT_CODES), 1, 4, "signals", name=lambda how: "+".join(each.name for each in how))
+)
 def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM once (the round in hand is finished or void) or twice (at once) or SIGKILL of the command ends
     every process; `--resume` then gives the uninterrupted weights, with each round once in the history."""
@@ -115,7 +118,7 @@ def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) ->
     assert history[-1]["sha256"] == expected["sha256"], json.dumps(history[-1])
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", cells(["1", "2"], 1, 2, "workers"))
 def test_a_simulation_that_is_asked_to_stop(workers: str, tmp_path: Path) -> None:
     """SIGTERM: exit code 0 within the grace, and the same weights after `--resume`."""
     text = TEXT.format(rounds=6, epochs=40)

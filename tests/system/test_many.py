@@ -39,7 +39,8 @@ def host(link: SuperLink, folder: Path, names: Sequence[int]) -> Family:
     return Family(command, flower.environment(), folder / f"clients-{names[0]}.log", ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.rest
 @pytest.mark.timeout(300)
 def test_two_processes_host_twelve_clients(tmp_path: Path) -> None:
     """One TCP connection a process, a memory folder a client; the sha256 of the in-process run."""

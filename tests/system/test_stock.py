@@ -25,9 +25,10 @@ from server.deploy.processes import Family, free_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.support.faults import ran
-from tests.support.processes import MARK, check, left_behind, until
+from tests.support.patience import until
+from tests.support.processes import MARK, check, left_behind
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.rest, pytest.mark.processes, pytest.mark.timeout(400)]
 
 NAMES = ("0", "1")
 BIN = Path(sys.executable).parent

@@ -39,7 +39,7 @@ from server.compare.tuning import choose, edges, score
 from server.rounds.folder import RunFolder
 from tests.support.helpers import problem
 from tests.support.helpers import write as write_quadratic
-from tests.support.processes import until
+from tests.support.patience import until
 
 Tables = dict[str, Any]
 
@@ -480,7 +480,7 @@ def reference(tables: Tables) -> Iterator[dict[str, str]]:
     yield wanted
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
     """The others run on, also in its successor; run again, the cell goes on to the weights that it would have had."""
     tables = planned(base=SLOW, variants=TWO, seeds=[0, 1])
@@ -522,8 +522,15 @@ def started(*words: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+ENDINGS = [
+    (signal.SIGINT, 130),
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.rest),
+    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.rest),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("sent", "code"), ENDINGS)
 def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: int) -> None:
     """It ends within seconds, its children with it, also if it is killed; run again it reaches the same weights."""
     import tomli_w
@@ -567,7 +574,8 @@ def test_devices_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices("cpu", 2) == ["cpu", "cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.rest
 def test_on_a_ray_cluster() -> None:
     """The same weights, and a cell that fails does not end the rest; no cluster is told."""
     variants = [*TWO, {"name": "wild", "local.lr": 1e300}]

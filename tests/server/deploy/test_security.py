@@ -26,7 +26,7 @@ from server.deploy.processes import Family, free_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 TEXT = """
 name = "secure"
@@ -152,6 +152,7 @@ def test_only_those_who_belong_get_in_and_the_weights_are_the_same(tmp_path: Pat
     assert history[-1]["sha256"] == expected["sha256"]
 
 
+@pytest.mark.rest
 def test_a_site_that_is_removed_is_shut_out_and_the_others_go_on(tmp_path: Path) -> None:
     with federation(tmp_path, rounds=100000, epochs=3, quorum=1) as here:
         for name in ("0", "1"):

@@ -21,7 +21,7 @@ from server.deploy.processes import Family, free_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TEXT = """
 name = "long"
@@ -114,6 +114,7 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     assert history[-1]["sha256"] == expected["sha256"]
 
 
+@pytest.mark.rest
 def test_a_state_has_one_superlink(tmp_path: Path) -> None:
     fleet, control, other_fleet, other_control, watch = free_ports(5)
     words = ["server", "superlink", "--state", str(tmp_path / "state")]
