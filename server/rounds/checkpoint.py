@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from common.errors import SettingsError
 from common.files import replacing
 from common.tensor_files import Damaged, read_tensors, unshared
 from common.vector import State, sha256
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 
 FORMAT = "1"
 
@@ -42,31 +42,32 @@ class Checkpoints:
     that are safely on disk.
     """
 
-    def __init__(self, folder: Path, identity: str, keep: int) -> None:
+    def __init__(self, folder: Path, identities: Sequence[str], keep: int) -> None:
+        """`identities`: the experiment's, and others under which it may have been kept."""
         self._folder = folder
-        self._identity = identity
+        self._identities = identities
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._kept: dict[int, tuple[int, dict[str, int]]] = {}  # round -> generation, accepted
 
-    def save(self, course: Course) -> None:
-        """Begin to write the course's present state; waits for the write before it."""
+    def save(self, coordinator: Coordinator) -> None:
+        """Begin to write the coordinator's present state; waits for the write before it."""
         self.wait()
         about = {
             "format": FORMAT,
-            "identity": self._identity,
-            "round": str(course.round),
-            "run": course.run,
-            "generation": str(course.generation),
-            "accepted": json.dumps(course.accepted),
-            "known": json.dumps(course.known),
+            "identity": self._identities[0],
+            "round": str(coordinator.round),
+            "run": coordinator.run,
+            "generation": str(coordinator.generation),
+            "accepted": json.dumps(coordinator.accepted),
+            "known": json.dumps(coordinator.known),
         }
-        tensors = {f"state/{k}": v for k, v in course.state.items()}
-        tensors |= {f"buffers/{k}": v for k, v in course.buffers.items()}
-        tensors |= {f"copies/{k}": v for k, v in course.copies.items()}
-        tensors |= {f"downlink/{k}": v for k, v in course.downlink.items()}
-        self._pending = self._writer.submit(self._write, course.round, tensors, about)
+        tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
+        tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
+        tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
+        tensors |= {f"downlink/{k}": v for k, v in coordinator.downlink.items()}
+        self._pending = self._writer.submit(self._write, coordinator.round, tensors, about)
 
     def wait(self) -> None:
         """Until the write under way is on disk; raises its error."""
@@ -111,10 +112,10 @@ class Checkpoints:
                 path.unlink()
                 continue
             checkpoint, identity = loaded
-            if identity != self._identity:
+            if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identity}; only rounds, [evaluate] and [checkpoint] may change"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:

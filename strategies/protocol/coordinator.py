@@ -1,4 +1,4 @@
-"""The course of a run: server state, roll and acknowledgements, and how one round changes them.
+"""The coordinator of a run: server state, clients and acknowledgements, and how one round changes them.
 
 Here the four methods are carried over messages, once for all algorithms. `server/rounds/loop.py` adds the waiting.
 """
@@ -16,14 +16,16 @@ from flwr.app import Message, MessageType
 from common import vector
 from common.compression.feedback import Codec, Kind
 from common.experiment import Experiment
+from common.model import FlatModel
 from common.seeds import derive
-from common.vector import FlatModel, Layout, State
-from strategies.base import FederatedStrategy, Upload, all_finite
+from common.vector import Layout, State
 from strategies.protocol import wire
+from strategies.protocol.algorithm import Algorithm, all_finite
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member
 from strategies.protocol.messages import EvaluateHead, Refused, Reply, TrainHead, content_of
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
+from strategies.protocol.work import Upload
 
 
 class NotFinite(ArithmeticError):
@@ -31,7 +33,7 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass
-class Course:
+class Coordinator:
     """Everything of a run that changes, on the server's side.
 
     `layout` is the model's hash, `slots` name -> slot in it. `state` and `buffers` are the model and what the algorithm
@@ -41,7 +43,7 @@ class Course:
     may ask for; `order` that of the last messages; `assigned` what each client was assigned in them.
     """
 
-    strategy: FederatedStrategy
+    strategy: Algorithm
     experiment: Experiment
     run: str
     layout: str
@@ -62,13 +64,13 @@ class Course:
         self._codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
-        self.pace = Pace(self.experiment)
+        self.participation = Participation(self.experiment)
         self._bounds: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
-    def begin(cls, strategy: FederatedStrategy, experiment: Experiment, run: str, model: FlatModel) -> Course:
-        """The course before round 1, with the model's present weights and buffers."""
+    def begin(cls, strategy: Algorithm, experiment: Experiment, run: str, model: FlatModel) -> Coordinator:
+        """The coordinator before round 1, with the model's present weights and buffers."""
         buffers = {name: value.clone() for name, value in model.buffers.items()}
         state = strategy.init(model.vector.clone())
         return cls(strategy, experiment, run, model.layout_hash, model.layout, state, buffers)
@@ -155,7 +157,7 @@ class Course:
         buffers = wire.to_records(self.buffers)
         self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
         text, total = self.experiment.json(), self.total
-        budgets = {member.name: self.pace.budget(round, member) for member in members}
+        budgets = {member.name: self.participation.budget(round, member) for member in members}
         self._bounds = {name: budget.steps for name, budget in budgets.items()}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
@@ -282,7 +284,7 @@ class Course:
             if bound is not None and payload[group] != "scalar" and size > bound:
                 raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
         for group, value in upload.buffers.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if _spoilt(value, self.buffers[group]):
                 raise Refused("not finite", f"{group} holds NaN or Inf")
         if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
             raise Refused("not finite", f"training loss {loss}")
@@ -316,7 +318,7 @@ class Course:
         before = self.state if informed is None else informed
         state = self._applied(round, ordered, before, self.strategy.aggregate)
         buffers = mean_buffers(self.buffers, ordered)
-        if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
+        if not all_finite(state) or any(_spoilt(value, self.buffers[name]) for name, value in buffers.items()):
             raise NotFinite(f"the aggregate of round {round} is not finite")
         downlink = self._down.follow(self.downlink, self.strategy.broadcast(state), round + 1)
         if not all_finite({name: value for name, value in downlink.items() if "/" not in name}):
@@ -362,6 +364,14 @@ def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
         else:
             result[name] = torch.stack(list(sent)).amax(dim=0).to(own.dtype)
     return result
+
+
+def _spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether a buffer holds NaN or Inf where the server's does not: a causal mask is -inf and stays so."""
+    if not new.is_floating_point() or bool((finite := torch.isfinite(new)).all()):
+        return False
+    same = (new == held) | (new.isnan() & held.isnan())
+    return not bool((finite | same).all())
 
 
 def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:

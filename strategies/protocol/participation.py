@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from common.data.arrays import find
+from common.data.places import find
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.seeds import derive
@@ -37,7 +37,7 @@ class Budget:
     late: str = ""
 
 
-class Pace:
+class Participation:
     """`[speed]` and `[presence]` of an experiment. Raises SettingsError for a file that cannot be used."""
 
     def __init__(self, experiment: Experiment) -> None:
@@ -145,7 +145,7 @@ def _rows(file: str, what: str, header: tuple[str, ...], kind: Callable[[str], V
     """The rows of a CSV file: the first column's name, and the others as numbers."""
     path: Path = find(file, what)
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
             rows = csv.DictReader(stream)
             if tuple(rows.fieldnames or ()) != header:
                 raise SettingsError(f"{what} = {file!r}: columns {rows.fieldnames}; needed: {', '.join(header)}")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from common import vector
 from common.errors import SettingsError
-from common.vector import CHUNK, FlatModel, mean_pairwise_cosine, norm, sha256, weighted_sum
+from common.model import FlatModel
+from common.vector import CHUNK, mean_pairwise_cosine, norm, sha256, weighted_sum
 
 NUMBERS = st.one_of(st.just(0.0), st.floats(2**-10, 2**10, width=32), st.floats(-(2**10), -(2**-10), width=32))
 
@@ -145,7 +146,7 @@ def test_what_cannot_be_one_vector_is_refused() -> None:
     """Two dtypes, or nothing to train: the error says what the model has."""
     with pytest.raises(SettingsError, match=r"must share one dtype.*\['float32', 'float64'\]"):
         FlatModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    with pytest.raises(SettingsError, match="must share one dtype, this model has: none"):
+    with pytest.raises(SettingsError, match="the model has no trainable parameters"):
         FlatModel(nn.ReLU())
 
 

@@ -17,8 +17,7 @@ from torch.nn import functional
 from client.memory.versions import DiskMemory
 from common.compression.feedback import Codec
 from common.errors import SettingsError
-from common.model import build, matrix_slots
-from common.vector import FlatModel
+from common.model import FlatModel, build, matrix_slots
 from strategies.registry import create, resolve
 from tests.server.rounds.test_resume import alike, digits, stopped
 from tests.server.rounds.test_resume import grid as on_disk
@@ -70,7 +69,7 @@ def test_one_round_of_diloco(sample: int, tmp_path: Path) -> None:
         m = 0.9 * m + change
         x += 0.7 * (0.9 * m + change)
         assert driver.x.item() == pytest.approx(x, rel=1e-12)
-        assert driver.course.state["server.m"].item() == pytest.approx(m, rel=1e-12)
+        assert driver.coordinator.state["server.m"].item() == pytest.approx(m, rel=1e-12)
         for name, adam in inner.items():
             memory = driver.memory(name)
             if adam.steps:

@@ -11,20 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from client.training.forward import Forward
 from client.training.work import LocalWork, local_steps
 from common import tasks
 from common.compression.feedback import Codec, Kind
+from common.data.examples import ClientData
 from common.experiment import Experiment
 from common.model import build
 from common.seeds import derive
-from common.tasks.base import ClientData, Task
+from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import Course, upload_seed
+from strategies.protocol.coordinator import Coordinator, upload_seed
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead
 from strategies.registry import REGISTRY, create, resolve
 
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
@@ -63,9 +65,9 @@ def experiment(folder: Path, strategy: str = "fedavg", **given: Any) -> Experime
 
 
 class Simulation:
-    """The four methods of a strategy, driven by the real `Course` and `LocalWork`; only messages are missing.
+    """The four methods of a strategy, driven by the real `Coordinator` and `LocalWork`; only messages are missing.
 
-    `course` holds the server state after the last round; `memory(name)` is what the server knows of a client:
+    `coordinator` holds the server state after the last round; `memory(name)` is what the server knows of a client:
     its version of the last accepted round. A test holds this driver to the real loop, bit for bit.
     """
 
@@ -75,9 +77,10 @@ class Simulation:
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
-        self.course = Course.begin(self.strategy, experiment, "run", self.model)
+        self.coordinator = Coordinator.begin(self.strategy, experiment, "run", self.model)
         self.codec = Codec(experiment.compression, self.model.layout)
         self.downlink = Downlink(self.strategy, experiment, self.model.layout)
+        self.forward = Forward
         self.informed: State | None = None
         self.members: dict[str, Member] = {}
         self.data: dict[str, ClientData] = {}
@@ -88,7 +91,7 @@ class Simulation:
     @property
     def x(self) -> Tensor:
         """The server model (d,)."""
-        return self.course.state["model"]
+        return self.coordinator.state["model"]
 
     def join(self, names: Iterable[str]) -> None:
         """Put clients on the roll, before round 1 or later."""
@@ -96,53 +99,49 @@ class Simulation:
             data = self.data[name] = self.task.client(name)
             steps = local_steps(data, self.experiment.local)
             member = Member(name, 0, len(data.train), len(data.evaluate), steps)
-            self.course.admit([member])
+            self.coordinator.admit([member])
             self.members[name] = member
 
     def memory(self, name: str) -> State:
         """The client's memory as of its last accepted upload; empty before the first."""
-        course = self.course
-        return self.versions.get((name, course.generation, course.accepted.get(name, 0)), {})
+        coordinator = self.coordinator
+        return self.versions.get((name, coordinator.generation, coordinator.accepted.get(name, 0)), {})
 
     def received(self, name: str) -> State:
         """The broadcast of the next round as the client gets it, by the way that its last acceptance allows."""
-        course, round = self.course, self.course.round + 1
-        broadcast = self.strategy.broadcast(course.state if self.informed is None else self.informed)
-        sent, digest = self.downlink.whole(broadcast, course.downlink), ""
-        if self.downlink.saves and round > 1 and course.accepted.get(name) == round - 1:
-            sent, digest = self.downlink.rest(broadcast, course.downlink)
+        coordinator, round = self.coordinator, self.coordinator.round + 1
+        broadcast = self.strategy.broadcast(coordinator.state if self.informed is None else self.informed)
+        sent, digest = self.downlink.whole(broadcast, coordinator.downlink), ""
+        if self.downlink.saves and round > 1 and coordinator.accepted.get(name) == round - 1:
+            sent, digest = self.downlink.rest(broadcast, coordinator.downlink)
         return self.downlink.receive(copies(sent), self.memory(name), self.model.vector, round, digest)
 
     def work(self, name: str) -> LocalWork:
         """What the client `name` is given in the next round, the server model loaded."""
-        course, round = self.course, self.course.round + 1
+        coordinator, round = self.coordinator, self.coordinator.round + 1
         received, memory = self.received(name), self.memory(name)
-        self.model.load(received["model"], course.buffers)
+        self.model.load(received["model"], coordinator.buffers)
         self.model.load_personal(memory)
-        accepted = course.accepted.get(name, 0)
-        budget = course.pace.budget(round, self.members[name])
-        return LocalWork(
-            task=self.task,
-            model=self.model,
-            data=self.data[name],
-            settings=self.experiment.local,
-            received=received,
-            memory=memory,
-            seed=self.experiment.seed,
-            name=name,
+        budget = coordinator.participation.budget(round, self.members[name])
+        head = TrainHead(
+            experiment="",
+            run=coordinator.run,
+            client=name,
+            generation=coordinator.generation,
             round=round,
-            lr=course.lr(round),
-            share=course.known[name] / course.total,
-            accepted_last_round=accepted > 0 and accepted == round - 1,
-            assigned=course.assigned.get(name, {}),
-            head_steps=self.experiment.personal.head_steps,
+            accepted=coordinator.accepted.get(name, 0),
+            keep=[],
+            share=coordinator.known[name] / coordinator.total,
+            lr=coordinator.lr(round),
+            layout=coordinator.layout,
             epochs=budget.epochs,
-            most_steps=budget.steps,
+            steps=budget.steps,
         )
+        return LocalWork(self, head, self.data[name], received, memory, coordinator.assigned.get(name, {}))
 
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
-        course, round = self.course, self.course.round + 1
+        coordinator, round = self.coordinator, self.coordinator.round + 1
         held = self.memory(name)
         if self.strategy.survey and not phase and self.codec.remembers:
             upload = self._upload(self.work(name), name, "survey")
@@ -153,47 +152,47 @@ class Simulation:
         sent, residuals = self._encode(upload, kinds, name, held)
         if not phase and self.strategy.memory_kind(self.experiment) != "none":
             kept = work.remembered() | self.downlink.remember(work.received) | residuals
-            self.versions[name, course.generation, round] = copies(kept)
+            self.versions[name, coordinator.generation, round] = copies(kept)
         head = ReplyHead(
-            run=course.run,
+            run=coordinator.run,
             client=name,
-            generation=course.generation,
+            generation=coordinator.generation,
             round=round,
-            layout=course.layout,
+            layout=coordinator.layout,
             status="ok",
             examples=upload.examples,
             steps=upload.steps,
             lr=upload.lr,
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
-        return course.check(round, name, reply, phase)
+        return coordinator.check(round, name, reply, phase)
 
     def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
         before = torch.get_rng_state()
         # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
-        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, self.course.round + 1))
+        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, self.coordinator.round + 1))
         upload = self.strategy.look(work) if phase else self.strategy.local(work)
         torch.set_rng_state(before)
         return upload
 
     def _encode(self, upload: Upload, kinds: Mapping[str, Kind], name: str, held: State) -> tuple[State, State]:
-        round, seed = self.course.round + 1, self.experiment.seed
+        round, seed = self.coordinator.round + 1, self.experiment.seed
         return self.codec.encode(upload.vectors, kinds, held, lambda group: upload_seed(seed, name, round, group))
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
-        course, wanted = self.course, self.experiment.round.sample or len(self.members)
-        round = course.round + 1
-        present = course.pace.present(round, 0, self.members)
+        coordinator, wanted = self.coordinator, self.experiment.round.sample or len(self.members)
+        round = coordinator.round + 1
+        present = coordinator.participation.present(round, 0, self.members)
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
-        late = course.pace.late(round, [self.members[name] for name in chosen])
+        late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]
-        course.assigned = self.strategy.assign(course.state, self.sampled, round)
+        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round)
         self.informed = None
         if self.strategy.survey:
-            self.informed = course.inform(round, [self.train(name, "survey") for name in self.sampled])
+            self.informed = coordinator.inform(round, [self.train(name, "survey") for name in self.sampled])
         uploads = [self.train(name) for name in self.sampled]
-        return course.advance(round, [u for u in uploads if u.name not in set(lost)], self.informed)
+        return coordinator.advance(round, [u for u in uploads if u.name not in set(lost)], self.informed)
 
     def run(self, rounds: int) -> Tensor:
         """Some rounds; returns the server model (d,)."""

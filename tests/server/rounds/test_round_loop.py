@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from client.app import app
+from common import vector
 from common.errors import RunError, SettingsError
 from server.app import run as run_app
 from server.engines.inprocess import NODE, InProcessGrid
@@ -189,12 +190,12 @@ def test_a_restarted_client_comes_back_once_its_old_node_is_gone(tmp_path: Path,
 
 def test_a_node_with_another_number_of_examples_is_refused_as_a_whole(tmp_path: Path) -> None:
     """Nothing of it enters the roll, so that trackers stay averages over the same clients."""
-    course = Simulation(experiment(tmp_path, "scaffold"), "01").course
-    known, control = dict(course.known), course.state["control"]
+    coordinator = Simulation(experiment(tmp_path, "scaffold"), "01").coordinator
+    known, control = dict(coordinator.known), coordinator.state["control"]
     with pytest.raises(Refused, match="client '0' announced 30 training examples at first and 7 now"):
-        course.admit([Member("5", 1, 3, 0, 1), Member("0", 1, 7, 0, 1)])
-    assert course.known == known
-    assert course.state["control"] is control
+        coordinator.admit([Member("5", 1, 3, 0, 1), Member("0", 1, 7, 0, 1)])
+    assert coordinator.known == known
+    assert coordinator.state["control"] is control
 
 
 # --- garbage
@@ -207,7 +208,7 @@ SCALARS = st.one_of(
 LISTS = st.one_of(st.lists(st.integers(-5, 5), max_size=3), st.lists(st.floats(), max_size=3), st.just(["0", "0"]))
 ARRAYS = st.builds(
     Array,
-    st.sampled_from([*wire.DTYPES, "object", ""]),
+    st.sampled_from([*vector.DTYPES, "object", ""]),
     st.lists(st.integers(-1, 9), max_size=3).map(tuple),
     st.sampled_from([wire.RAW, "numpy.ndarray", ""]),
     st.binary(max_size=80),

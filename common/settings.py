@@ -1,0 +1,112 @@
+"""What settings are made of: strict tables, checked, with errors that name key, value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from common.errors import SettingsError
+
+M = TypeVar("M", bound=BaseModel)
+
+MOST_SHOWN = 80
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: its repr, of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
+def name_fault(name: str) -> str:
+    """Why a text cannot name an experiment or a client, which become folders, as a sentence; "" if it can."""
+    return "" if re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) else f"{shown(name)} is no name: {NAMES}"
+
+
+NAMES = "a name has 1 to 100 of the letters a-z and A-Z, digits, '.', '_' and '-', and begins with a letter or a digit"
+
+
+def _named(name: str) -> str:
+    if name_fault(name):
+        raise ValueError(NAMES)
+    return name
+
+
+Name = Annotated[str, AfterValidator(_named)]
+"""A field that holds the name of an experiment or a plan."""
+
+
+class Section(BaseModel):
+    """A table of the experiment file: unknown keys are errors, types are taken as written, numbers are finite, values
+    never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class OpenSection(BaseModel):
+    """A table whose further keys belong to the named task or strategy, which checks them itself."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beside `name`."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+def text_of(path: str | Path, what: str) -> str:
+    """The text of a settings file. Raises SettingsError with `what` it should have been."""
+    try:
+        return Path(path).read_text("utf-8-sig")  # some editors begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{what} {str(path)!r} cannot be read: {error}") from None
+
+
+def tables_of(text: str, source: str) -> dict[str, Any]:
+    """The tables of TOML text. Raises SettingsError with its `source`."""
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{source} is not valid TOML: {error}") from None
+
+
+def checked(model: type[M], values: dict[str, Any], source: str) -> M:
+    """Build settings from a dict, or raise SettingsError with one line per fault."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_line(source, model, fault) for fault in error.errors())) from None
+
+
+def _line(source: str, model: type[BaseModel], fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        allowed = ", ".join(_section(model, fault["loc"][:-1]).model_fields)
+        return f"{source}: {where} = {shown(fault['input'])}: unknown key; allowed here: {allowed}"
+    return f"{source}: {where} = {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _section(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return model
+
+
+def dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key, such as "local.lr", and value of everything in nested tables that is no table itself."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
