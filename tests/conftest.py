@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 # Two workers on two cores: a thread each. Before torch is imported.
 if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -14,6 +16,7 @@ flower.prepare()  # before any test module imports flwr
 
 import pytest  # noqa: E402
 
+from tests.support.children import owned, watched  # noqa: E402
 from tests.support.today import DAY, FULL_DAYS, REST_DAYS, turn  # noqa: E402
 
 SUITES = {
@@ -67,7 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("processes"))
             item.add_marker(pytest.mark.slow)
             # Against hanging only: what it waits for is limited by how slow the machine is (tests/support/patience.py).
-            item.add_marker(pytest.mark.timeout(1800), append=False)
+            given = item.get_closest_marker("timeout")
+            item.add_marker(pytest.mark.timeout(max(1800, given.args[0] if given else 0)), append=False)
         if item.get_closest_marker("data") and not os.environ.get("FEDKEEL_DATA"):
             item.add_marker(pytest.mark.skip(reason="FEDKEEL_DATA names no folder"))
         if item.get_closest_marker("gpu") and not _cuda():
@@ -78,6 +82,20 @@ def _cuda() -> bool:
     import torch  # seconds of the process that only hands out tests to others
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watched() -> Iterator[None]:
+    """Whatever ends this process, no child of a test stays."""
+    with watched():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _children(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of real processes that failed leaves none behind."""
+    with owned() if request.node.get_closest_marker("processes") else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

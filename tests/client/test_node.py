@@ -24,8 +24,9 @@ from common import flower
 from common.errors import RunError, SettingsError
 from common.flower import ROOT
 from server.deploy.control import bundle
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 from server.deploy.superlink import SuperLink
+from tests.support import patience
 
 STANDIN = ROOT / "tests" / "support" / "standin"
 
@@ -34,10 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationW
 
 
 def until(true: Callable[[], object], seconds: float = 30.0, what: str = "") -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, what or "waited in vain"
-        time.sleep(0.05)
+    patience.until(true, what, seconds)
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Pa
 @pytest.mark.timeout(120)
 @pytest.mark.rest
 def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: Path) -> None:
-    control, fleet = free_ports(2)
+    control, fleet = held_ports(2)
     log = tmp_path / "a.log"
     with node(f"127.0.0.1:{fleet}", "a", tmp_path) as family:
         until(lambda: "no Flower server" in log.read_text())
@@ -96,7 +94,7 @@ def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: P
         with SuperLink(tmp_path / "2.log", control_port=control, fleet_port=fleet) as link:
             until(lambda: link.control.online())
             family.process.terminate()
-            assert family.process.wait(10) == 0
+            assert family.process.wait(patience.limit(10)) == 0
             assert not link.control.online()
     text = log.read_text()
     assert text.count("no Flower server") <= 4
@@ -113,7 +111,7 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
         family.process.terminate()
         [step] = finish(link, run_id, out)
         assert step["replies"] == [{"same": True, "seen": 1, "name": "a"}]
-        assert family.process.wait(10) == 0
+        assert family.process.wait(patience.limit(10)) == 0
         assert not link.control.online()
 
 
@@ -121,7 +119,7 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.rest
 def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp_path: Path) -> None:
-    control, fleet = free_ports(2)
+    control, fleet = held_ports(2)
     log = tmp_path / "a.log"
     with node(f"127.0.0.1:{fleet}", "a", tmp_path):
         with SuperLink(tmp_path / "1.log", control_port=control, fleet_port=fleet) as link:
@@ -143,10 +141,10 @@ def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_sigterm_ends_a_node_that_waits_for_its_server(tmp_path: Path) -> None:
-    with node(f"127.0.0.1:{free_ports(1)[0]}", "a", tmp_path) as family:
+    with node(f"127.0.0.1:{held_ports(1)[0]}", "a", tmp_path) as family:
         until(lambda: "no Flower server" in family.tail())
         family.process.terminate()
-        assert family.process.wait(5) == 0
+        assert family.process.wait(patience.limit(5)) == 0
 
 
 @pytest.mark.processes
@@ -159,7 +157,7 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
         family.process.terminate()
         until(lambda: "stopping" in family.tail())
         family.process.terminate()
-        assert family.process.wait(5) == 128 + signal.SIGTERM
+        assert family.process.wait(patience.limit(5)) == 128 + signal.SIGTERM
         assert not link.control.status(run_id).over
 
 
@@ -185,7 +183,7 @@ def test_the_gap_between_polls_grows_with_the_idle_time_only() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_nobody_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{held_ports(1)[0]}"
     command = [sys.executable, "-m", "client", "join", "--server", address, "--name", "a", "--max-wait", "1"]
     ended = subprocess.run(command, cwd=ROOT, env=flower.environment(), capture_output=True, text=True)
     assert ended.returncode == 1
@@ -267,7 +265,7 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
         link = psutil.Process(int(parent.stdout.readline()))
         family = [link, *link.children(recursive=True)]
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=patience.limit(10))
     assert not alive
 
 

@@ -7,7 +7,6 @@ has no meaning. One case of every algorithm is drawn for a day (FEDKEEL_DAY); `-
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from strategies.registry import REGISTRY, create
 from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import ran
+from tests.support.patience import until
 from tests.support.today import cells, drawn
 
 CLIENTS, ROUNDS = 4, 8
@@ -186,11 +186,10 @@ def engines(cases: list[Case], federation: SuperLink, folder: Path) -> None:
 
 def over_grpc(settings: Experiment, federation: SuperLink, place: Path) -> str:
     """The final weights of a run between processes."""
-    folder, end = RunFolder(place), time.monotonic() + 120
+    folder = RunFolder(place)
     federation.control.submit(ROOT, {"experiment-toml": settings.toml(), "run-dir": str(place)})
-    while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
-        time.sleep(0.05)
-    if status == "failed":
+    until(lambda: folder.status().get("status") in ("finished", "failed"), "the run", 120)
+    if folder.status()["status"] == "failed":
         raise failure(folder)
     return str(folder.status()["sha256"])
 

@@ -18,10 +18,11 @@ from common import vector
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.deploy.clients import Clients, start_clients
-from server.deploy.processes import free_ports
+from server.deploy.processes import held_ports
 from server.deploy.superlink import SuperLink
 from server.rounds.checkpoint import Checkpoint, read
 from server.rounds.folder import RunFolder
+from tests.support.children import OWNER, carrying, environment
 from tests.support.gated import VARIABLE, Gates
 from tests.support.helpers import Simulation
 from tests.support.patience import until
@@ -48,28 +49,9 @@ def experiment(
     )
 
 
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Of the processes that are started meanwhile."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
-
-
 def left_behind(mark: str) -> list[psutil.Process]:
     """Living processes that carry the mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return carrying(MARK, mark)
 
 
 class Federation:
@@ -82,7 +64,7 @@ class Federation:
         self.folder = folder
         self.names = names
         self.gates = Gates(folder / "gates")
-        self.control_port, self.fleet_port = free_ports(2)
+        self.control_port, self.fleet_port = held_ports(2)
         self.clients: dict[str, Clients] = {}
         self.run_id = 0
         self._stack = ExitStack()
@@ -125,7 +107,7 @@ class Federation:
     def _environment(self) -> Iterator[None]:
         # The server app runs from the bundle, which has no tests: it finds the task by the path.
         gates, path = {VARIABLE: str(self.gates.folder)}, {"PYTHONPATH": str(ROOT)}
-        with environment(**{MARK: str(self.folder)}, **gates, **path):
+        with environment(**{MARK: str(self.folder), OWNER: str(self.folder)}, **gates, **path):
             yield
 
     # --- clients

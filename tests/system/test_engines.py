@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,9 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.watch.follow import failure
 from strategies.registry import REGISTRY
+from tests.support.children import environment as environment_of
 from tests.support.helpers import ON_DIGITS
-from tests.support.processes import environment as environment_of
-from tests.support.processes import until
+from tests.support.patience import limit, until
 from tests.support.today import cells
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -115,10 +114,8 @@ def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str],
         "run-dir": str(tmp_path),
     }
     federation.control.submit(ROOT, config)
-    end = time.monotonic() + DEADLINE_S
-    while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
-        time.sleep(0.1)
-    if status == "failed":
+    until(lambda: folder.status().get("status") in ("finished", "failed"), "the run", DEADLINE_S)
+    if folder.status()["status"] == "failed":
         raise failure(folder)
     assert folder.status()["sha256"] == in_process[algorithm]
 
@@ -157,7 +154,7 @@ def test_flwr_run(in_process: dict[str, str], tmp_path: Path) -> None:
     command[1:3] = ["-c", "from flwr.cli.app import app; app()"]
     family = Family(command, environ, tmp_path / "log", tmp_path)
     try:
-        family.process.wait(timeout=DEADLINE_S * 2)
+        family.process.wait(timeout=limit(DEADLINE_S * 2))
     except subprocess.TimeoutExpired:
         pytest.fail(family.tail(40))
     finally:

@@ -40,7 +40,7 @@ from server.engines.grid import CLIENT_APP
 from server.rounds.folder import RunFolder
 from tests.support.helpers import problem
 from tests.support.helpers import write as write_quadratic
-from tests.support.patience import until
+from tests.support.patience import limit, until
 
 Tables = dict[str, Any]
 
@@ -544,10 +544,10 @@ def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: in
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 2
         process.send_signal(sent)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=limit(20))
         assert process.returncode == code, output
         assert ("stopped; run it again to go on" in output) == (sent != signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=limit(5))
         assert not alive
         if sent != signal.SIGKILL:
             assert {cell["status"] for cell in read("cells.json")["cells"]} == {"stopped"}
@@ -561,7 +561,7 @@ def test_a_worker_that_cannot_start_fails_cells_with_its_reason(monkeypatch: pyt
     monkeypatch.setattr("server.compare.pools.sys.executable", "/bin/false")
     pool = ProcessPool(["cpu"], Path("workers.log"))
     try:
-        told = [pool.submit(Job("f", "", {}, CLIENT_APP, "cpu")).result(timeout=20) for _ in range(2)]
+        told = [pool.submit(Job("f", "", {}, CLIENT_APP, "cpu")).result(timeout=limit(20)) for _ in range(2)]
     finally:
         pool.close()
     assert [answer["error"] for answer in told] == ["its worker process died: exit code 1, see workers.log"] * 2
