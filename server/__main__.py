@@ -6,11 +6,11 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
 
-from common import references
 from common.deploy.addresses import LOOPBACK
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
@@ -93,7 +93,7 @@ def simulate(
                 vce.simulate(
                     settings,
                     folder,
-                    references.load(CLIENT_APP),
+                    resolve_name(CLIENT_APP),
                     resume=resume,
                     workers=workers or os.cpu_count() or 1,
                     say=display.say,

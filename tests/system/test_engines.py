@@ -63,6 +63,7 @@ def experiment(algorithm: str) -> Experiment:
         local.epochs = 2
         round.sample = 3
         round.deadline_s = {DEADLINE_S}
+        evaluate.every = 4
         {more}
         """
     )
