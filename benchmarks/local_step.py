@@ -21,9 +21,10 @@ from torch.nn import functional
 from benchmarks import models
 from client.training.work import LocalWork
 from common import flower
+from common.data.examples import ClientData, Examples
 from common.experiment import Experiment, LocalSettings
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel
+from common.model import FlatModel
+from common.tasks.base import Task
 from strategies.registry import create
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "hafedho", "fedcm")

@@ -17,9 +17,9 @@ from client.received import check_numbers, receive
 from client.session import VERSIONS, Session, hosted, memory_of, policy_of, release, shares_labels
 from client.training.device import out_of_memory
 from client.training.work import LocalWork, local_steps
+from common.data.examples import ClientData
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
-from common.tasks.base import ClientData
 from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.base import Upload

@@ -30,8 +30,9 @@ from rich.console import Console  # noqa: E402
 
 from common import tasks  # noqa: E402
 from common.errors import RunError, SettingsError  # noqa: E402
-from common.experiment import Experiment, checked, tables_of, text_of  # noqa: E402
+from common.experiment import Experiment  # noqa: E402
 from common.seeds import derive, torch_seeded  # noqa: E402
+from common.settings import checked, tables_of, text_of  # noqa: E402
 from server.compare.plan import Plan, merged  # noqa: E402
 from server.report import frames  # noqa: E402
 from server.rounds.folder import MODEL, SETTINGS, RunFolder  # noqa: E402

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from common.experiment import LocalSettings
+from common.model import FlatModel
 from common.tasks.base import Task
-from common.vector import PERSONAL, FlatModel, State
+from common.vector import PERSONAL, State
 
 # Of the loss in float16, as powers of two; doubled after so many steps without an overflow.
 FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**-24, 2000

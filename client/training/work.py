@@ -21,10 +21,12 @@ from client.training.batches import (
 from client.training.forward import Forward
 from client.training.optimizers import unit_response
 from client.training.stepper import Stepper
+from common.data.examples import ClientData
 from common.experiment import LocalSettings
+from common.model import FlatModel
 from common.seeds import generator
-from common.tasks.base import ClientData, Task
-from common.vector import FlatModel, Layout, State
+from common.tasks.base import Task
+from common.vector import Layout, State
 from strategies.base import Part, Upload
 
 

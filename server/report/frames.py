@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common.dotted import dotted
+from common.settings import dotted
 from server.rounds.records import Record, headline
 
 GROUPS = ("central", "clients", "personal", "train", "task", "seconds")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.settings import dotted
 from server.report.scores import percentile
 from server.rounds.folder import CELL, HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.rounds.records import Record

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from common import tasks
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.model import build
+from common.model import FlatModel, build
 from common.tasks.base import Task
-from common.vector import FlatModel
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Pace
 from strategies.registry import create, resolve

@@ -16,8 +16,8 @@ from queue import Full, Queue
 from typing import Any, Self
 
 from common import references
-from common.dotted import dotted
 from common.experiment import Experiment
+from common.settings import dotted
 from server.rounds.folder import CELL
 from server.rounds.records import Record
 from server.rounds.stopping import Stopped

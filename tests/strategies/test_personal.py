@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from client.app import app
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
-from common.model import build, personal_names
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel, State, sha256
+from common.model import FlatModel, build, personal_names
+from common.tasks.base import Task
+from common.vector import State, sha256
 from server import report
 from server.engines.grid import grid
 from server.engines.inprocess import InProcessGrid

@@ -14,10 +14,11 @@ from torch import Tensor
 from client.training.work import LocalWork, local_steps
 from common import tasks
 from common.compression.feedback import Codec, Kind
+from common.data.examples import ClientData
 from common.experiment import Experiment
 from common.model import build
 from common.seeds import derive
-from common.tasks.base import ClientData, Task
+from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
