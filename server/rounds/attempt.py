@@ -15,7 +15,7 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.base import Upload
 from strategies.protocol import wire
-from strategies.protocol.coordinator import Course, NotFinite
+from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
 from strategies.protocol.messages import Refused, read_reply, usable
 
@@ -51,14 +51,14 @@ class Attempts:
     def __init__(
         self,
         experiment: Experiment,
-        course: Course,
+        coordinator: Coordinator,
         roster: Roster,
         exchange: Exchange,
         kept: Callable[[int], dict[str, set[int]]],
         stop: Stop,
     ) -> None:
         self._experiment = experiment
-        self.course = course
+        self.coordinator = coordinator
         self.roster = roster
         self.exchange = exchange
         self._kept = kept
@@ -66,20 +66,20 @@ class Attempts:
 
     def make(self, round: int, number: int) -> Attempt:
         """The try `number` (from 0) at a round. Raises Stopped if `stop` asked for it before all have replied."""
-        settings, course, roster = self._experiment.round, self.course, self.roster
-        quorum = settings.quorum or ((settings.sample or course.trainers) + 1) // 2
+        settings, coordinator, roster = self._experiment.round, self.coordinator, self.roster
+        quorum = settings.quorum or ((settings.sample or coordinator.trainers) + 1) // 2
         if not roster.gather(quorum, settings.deadline_s):
             here = ", ".join(sorted(roster.trainers)) or "none"
             return Attempt(round, cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
-        present = course.pace.present(round, number, roster.trainers)
+        present = coordinator.participation.present(round, number, roster.trainers)
         if len(present) < quorum:
             cause = f"{len(present)} of {len(roster.trainers)} clients are present, quorum {quorum}"
             return Attempt(round, cause=cause)
         wanted = min(settings.sample or len(roster.trainers), len(present))
         everyone = sample(self._experiment.seed, round, number, present, wanted + settings.over_select)
         members = [roster.members[name] for name in everyone]
-        late = course.pace.late(round, members)
-        attempt = Attempt(round, everyone, course.pace.clock(round, members), dropped=late)
+        late = coordinator.participation.late(round, members)
+        attempt = Attempt(round, everyone, coordinator.participation.clock(round, members), dropped=late)
         attempt.causes = dict.fromkeys(late, "late")
         on_time = [name for name in everyone if name not in late]
         wanted = min(wanted, len(on_time))
@@ -91,7 +91,7 @@ class Attempts:
     def _exchange_with(self, attempt: Attempt, names: list[str], quorum: int, enough: Enough | None) -> None:
         """The exchanges of a round, two for an algorithm that asks first, and the step that they lead to."""
         informed = None
-        if self.course.strategy.survey:
+        if self.coordinator.strategy.survey:
             uploads = self._ask(attempt, names, enough, phase="survey")
             names = [upload.name for upload in uploads]
             with timed(attempt.seconds, "aggregate"):
@@ -105,11 +105,11 @@ class Attempts:
         self, attempt: Attempt, names: list[str], enough: Enough | None, informed: State | None = None, phase: str = ""
     ) -> list[Upload]:
         """One exchange with the clients named, with a deadline of its own: their valid uploads."""
-        course, deadline_s = self.course, self._experiment.round.deadline_s
+        coordinator, deadline_s = self.coordinator, self._experiment.round.deadline_s
         with timed(attempt.seconds, "broadcast"):
-            course.keep = self._kept(course.generation)
+            coordinator.keep = self._kept(coordinator.generation)
             members = [self.roster.members[name] for name in names]
-            messages = course.messages(attempt.round, members, deadline_s + TTL_MARGIN_S, informed, phase)
+            messages = coordinator.messages(attempt.round, members, deadline_s + TTL_MARGIN_S, informed, phase)
             attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
         with timed(attempt.seconds, "collect"):
             replies = self.exchange.run(messages, deadline_s, enough)
@@ -130,10 +130,10 @@ class Attempts:
                     raise Refused(missing)
                 reply = read_reply(replies[name])
                 attempt.bytes_up += reply.bytes
-                uploads.append(self.course.check(attempt.round, name, reply, phase))
+                uploads.append(self.coordinator.check(attempt.round, name, reply, phase))
             except Refused as error:
                 attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost" and self.course.lost_memory(name):
+                if error.cause == "memory-lost" and self.coordinator.lost_memory(name):
                     attempt.lost.append(name)
         return uploads
 
@@ -144,23 +144,25 @@ class Attempts:
             self._advance(attempt, quorum, None)
             return None
         try:
-            return self.course.inform(attempt.round, uploads)
+            return self.coordinator.inform(attempt.round, uploads)
         except NotFinite as error:
             attempt.cause = str(error)
             return None
 
     def _advance(self, attempt: Attempt, quorum: int, informed: State | None) -> None:
-        """Aggregate the try's uploads into the course, or say why not."""
-        course = self.course
+        """Aggregate the try's uploads into the coordinator, or say why not."""
+        coordinator = self.coordinator
         if attempt.lost:
-            course.new_generation()
-            attempt.cause = f"client memory of {', '.join(attempt.lost)} is lost: new generation {course.generation}"
+            coordinator.new_generation()
+            attempt.cause = (
+                f"client memory of {', '.join(attempt.lost)} is lost: new generation {coordinator.generation}"
+            )
         elif len(attempt.uploads) < quorum:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in attempt.dropped.items())
             attempt.cause = f"{len(attempt.uploads)} valid uploads, quorum {quorum} ({reasons})"
         else:
             try:
-                attempt.uploads = course.advance(attempt.round, attempt.uploads, informed)
+                attempt.uploads = coordinator.advance(attempt.round, attempt.uploads, informed)
             except NotFinite as error:
                 attempt.cause = str(error)
 

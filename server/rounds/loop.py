@@ -20,7 +20,7 @@ from server.rounds.prepare import Prepared
 from server.rounds.records import Record
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from strategies.registry import cautions
 
 
@@ -58,40 +58,40 @@ class Rounds:
         Raises SettingsError before round 1, RunError when rounds bring no progress, and Stopped if `stop` asked for
         it: then the round in hand is either finished or as if it had never begun.
         """
-        course = self._resumed() if resume else self._fresh()
+        coordinator = self._resumed() if resume else self._fresh()
         # Whoever follows the history from outside shows what comes after this round.
-        about = {"rounds": self._experiment.rounds, "after": course.round, "plan": self._task.plan_hash()}
+        about = {"rounds": self._experiment.rounds, "after": coordinator.round, "plan": self._task.plan_hash()}
         if not resume:
-            about["initial"] = vector.sha256({"model": course.state["model"], **course.buffers})
+            about["initial"] = vector.sha256({"model": coordinator.state["model"], **coordinator.buffers})
         self._folder.set_status("running", **about)
         self._folder.save_settings(self._experiment)
         try:
-            if course.round >= self._experiment.rounds:
-                return self._conclude(course)
-            roster = self._roll(course)
+            if coordinator.round >= self._experiment.rounds:
+                return self._conclude(coordinator)
+            roster = self._roll(coordinator)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
-            attempts = Attempts(self._experiment, course, roster, exchange, self._checkpoints.asked, self._stop)
+            attempts = Attempts(self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop)
             if not resume:
-                self._checkpoints.save(course)
-            for round in range(course.round + 1, self._experiment.rounds + 1):
+                self._checkpoints.save(coordinator)
+            for round in range(coordinator.round + 1, self._experiment.rounds + 1):
                 if self._stop() is not None:
                     raise Stopped
                 self._round(round, attempts)
-            return self._conclude(course)
+            return self._conclude(coordinator)
         finally:
             self._checkpoints.close()
 
-    def _conclude(self, course: Course) -> Record:
-        self._model.load(course.state["model"], course.buffers)
+    def _conclude(self, coordinator: Coordinator) -> Record:
+        self._model.load(coordinator.state["model"], coordinator.buffers)
         self._folder.save_model(self._model.named_tensors())
         return (self._folder.history() or [{}])[-1]
 
-    def _fresh(self) -> Course:
+    def _fresh(self) -> Coordinator:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
         name = f"{self._experiment.name}-{uuid.uuid4().hex[:12]}"
-        return Course.begin(self._strategy, self._experiment, name, self._model)
+        return Coordinator.begin(self._strategy, self._experiment, name, self._model)
 
-    def _resumed(self) -> Course:
+    def _resumed(self) -> Coordinator:
         kept = self._checkpoints.latest()
         before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
         if before and before != now:
@@ -101,7 +101,7 @@ class Rounds:
             )
         self._folder.cut_history(kept.round)
         model = self._model
-        course = Course(
+        coordinator = Coordinator(
             self._strategy,
             self._experiment,
             kept.run,
@@ -112,14 +112,14 @@ class Rounds:
             kept.copies,
             kept.downlink,
         )
-        course.known, course.accepted = kept.known, kept.accepted
-        course.generation, course.round = kept.generation, kept.round
+        coordinator.known, coordinator.accepted = kept.known, kept.accepted
+        coordinator.generation, coordinator.round = kept.generation, kept.round
         self._say(f"resuming after round {kept.round}")
-        return course
+        return coordinator
 
-    def _roll(self, course: Course) -> Roster:
+    def _roll(self, coordinator: Coordinator) -> Roster:
         settings = self._experiment.round
-        roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say, self._stop)
+        roster = Roster(self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
         roster.wait(count, settings.deadline_s, self._strict)
         trainers = roster.trainers
@@ -133,30 +133,30 @@ class Rounds:
         if idle := sorted(roster.members.keys() - set(trainers)):
             more = ", ..." if len(idle) > 10 else ""
             self._say(f"{len(idle)} clients hold no training example and are never asked: {', '.join(idle[:10])}{more}")
-        steps = course.pace.most(roster.members.values(), self._experiment.local.epochs)
+        steps = coordinator.participation.most(roster.members.values(), self._experiment.local.epochs)
         for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")
         return roster
 
     def _round(self, round: int, attempts: Attempts) -> None:
-        started, course = time.perf_counter(), attempts.course
+        started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
-        record = self._record(course, attempt, void, attempts.exchange.late)
+        record = self._record(coordinator, attempt, void, attempts.exchange.late)
         with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
-                record["central"] = self._evaluation.central(course)
-                found = self._evaluation.clients(course, attempts.roster, attempts.exchange, attempt.sampled)
+                record["central"] = self._evaluation.central(coordinator)
+                found = self._evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
                 # A client's own model is another thing than the global one on its data.
                 record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
                 record["each"] = each(found)
-                record["task"] = describe(self._task, course.state["model"])
+                record["task"] = describe(self._task, coordinator.state["model"])
         with timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
         self._folder.append(record)
         if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
-            self._checkpoints.save(course)
+            self._checkpoints.save(coordinator)
         self._show(record)
 
     def _valid(self, round: int, attempts: Attempts) -> tuple[Attempt, list[Record]]:
@@ -170,21 +170,21 @@ class Rounds:
             self._say(f"round {round} is void: {attempt.cause}")
         raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {void[-1]['cause']}")
 
-    def _record(self, course: Course, attempt: Attempt, void: list[Record], late: int) -> Record:
+    def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
         leading = next(iter(self._strategy.expects({})))
         norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
         drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
         return {
             "round": attempt.round,
-            "generation": course.generation,
+            "generation": coordinator.generation,
             "sampled": attempt.sampled,
             "accepted": [upload.name for upload in uploads],
             "dropped": attempt.dropped,
             "causes": attempt.causes,
             "void": void,
             "late": late,
-            "lr": course.lr(attempt.round),
+            "lr": coordinator.lr(attempt.round),
             "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},
@@ -193,5 +193,5 @@ class Rounds:
             "bytes_down": attempt.bytes_down,
             "bytes_up": attempt.bytes_up,
             "drift": drift,
-            "sha256": vector.sha256({"model": course.state["model"], **course.buffers}),
+            "sha256": vector.sha256({"model": coordinator.state["model"], **coordinator.buffers}),
         }
