@@ -77,6 +77,7 @@ def client(app: str, memory: str, device: str) -> Answer:
 
     def answered(request: bytes) -> bytes:
         message = message_from_proto(ProtoMessage.FromString(request))
-        return message_to_proto(answer(loaded, message, context)).SerializeToString()
+        reply: bytes = message_to_proto(answer(loaded, message, context)).SerializeToString()
+        return reply
 
     return answered
