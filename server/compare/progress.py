@@ -19,6 +19,7 @@ from server.compare.plan import Tuning
 from server.rounds.folder import HISTORY
 from server.rounds.records import headline
 from server.watch.display import Shown
+from server.watch.follow import Tail
 
 LINES_EVERY_S = 30.0
 
@@ -27,32 +28,25 @@ class Follower:
     """A history as it grows: reads only what is new."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / HISTORY
+        self._history = Tail(folder / HISTORY)
         self.round = 0
         self.seconds = 0.0
         self.accuracy: float | None = None
         self.recent: deque[float] = deque(maxlen=Tuning().window)
         """The last accuracies, of whose mean a run's score is made."""
-        self._at = 0
 
     def look(self) -> Follower:
         """Read the new whole lines; a history that was cut by a resumed run is read anew."""
-        with suppress(OSError):
-            if self._path.stat().st_size < self._at:
-                self.round, self.seconds, self._at = 0, 0.0, 0
-                self.recent.clear()
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._at += len(line)
-                    self._take(line)
+        for line in self._history.lines():
+            self._take(line)
         return self
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: str) -> None:
         with suppress(json.JSONDecodeError, KeyError):
             record = json.loads(line)
+            if record["round"] <= self.round:  # from the start again
+                self.seconds = 0.0
+                self.recent.clear()
             self.round = record["round"]
             self.seconds += record["seconds"]["total"]
             if (accuracy := headline(record, "accuracy")) is not None:

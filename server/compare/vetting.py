@@ -7,14 +7,14 @@ from pathlib import Path
 
 from common import tasks
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import UNSEEN, Experiment
 from common.settings import dotted
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.prepare import prepare
 from strategies.registry import create, resolve
 
-FREE = {"rounds", "checkpoint", "tracking"}
+FREE = {"rounds", *UNSEEN}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
 
 
@@ -50,9 +50,9 @@ def expand(plan: Plan) -> list[Cell]:
 def _kind(experiment: Experiment) -> str:
     """What `prepare` looks at beside the seed and what `resolve` has checked: cells that differ elsewhere have no
     other faults. Of an algorithm it is what it asks of a model."""
-    unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
+    other = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
     asked = type(create(experiment)).check_model.__qualname__
-    return f"{experiment.model_dump(exclude=unseen)} {experiment.local.steps} {asked}"
+    return f"{experiment.model_dump(exclude=other)} {experiment.local.steps} {asked}"
 
 
 class Faults:
@@ -82,10 +82,10 @@ class Faults:
     def report(self) -> None:
         """Raise SettingsError with a line for each fault, if there is one."""
         if self._cells:
-            raise SettingsError("\n".join(map(_line, self._cells.values(), [m for _, m in self._cells])))
+            raise SettingsError("\n".join(map(_fault, self._cells.values(), [m for _, m in self._cells])))
 
 
-def _line(cells: list[Cell], message: str) -> str:
+def _fault(cells: list[Cell], message: str) -> str:
     more = f" (and {len(cells) - 1} more of its cells)" if len(cells) > 1 else ""
     return f"{cells[0].about()}{more}: {message}"
 
