@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from server.rounds.folder import RunFolder
     from server.watch.viewers import Viewer
 
-# What a command needs is imported when it runs: torch, Flower and matplotlib take seconds, numpy a tenth of one, and
-# `--help` has no use for any of them.
+# Imported where used: torch, Flower and matplotlib take seconds, numpy a tenth of one, and `--help` needs none of them.
 
 
 class Engine(StrEnum):

@@ -17,8 +17,7 @@ from server.commands.options import (
 )
 from server.rounds.stopping import StopOnSignal
 
-# What a command needs is imported when it runs: torch, Flower and matplotlib take seconds, numpy a tenth of one, and
-# `--help` has no use for any of them.
+# Imported where used: torch, Flower and matplotlib take seconds, numpy a tenth of one, and `--help` needs none of them.
 
 
 def compare(

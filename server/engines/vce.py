@@ -10,6 +10,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
 
 from common.errors import SettingsError
 from common.experiment import Experiment
@@ -38,8 +39,6 @@ def simulate(
     device: cpu, auto or cuda; `gpus`: the part of a GPU that each actor then takes, 0.25 for four on each.
     Raises SettingsError for a device that is not there.
     """
-    from flwr.simulation import run_simulation
-
     on_gpu = _uses_gpu(device)
     nodes = len(prepare(experiment).task.names())
     app = ServerApp()
