@@ -114,12 +114,14 @@ def local(
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
+        from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
         settings, folder = _open(experiment, run_dir, resume, seed)
-        names = prepare(settings).task.names()
+        if not (names := prepare(settings).task.names()):
+            raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
             federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
         _conclude(folder, display)

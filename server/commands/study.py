@@ -91,9 +91,10 @@ def check(experiment: File) -> None:
     """Check an experiment file, its task and its data, and print the resolved settings."""
     with errors():
         from server.rounds.prepare import prepare
+        from strategies.registry import written_out
 
         prepared = prepare(Experiment.load(experiment))
-        typer.echo(prepared.experiment.toml(full=True))
+        typer.echo(written_out(prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 

@@ -202,7 +202,7 @@ def test_long_names_still_name_an_experiment() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"sedes": [1]}, "plan: sedes = [1]: unknown key; allowed here: name, seeds, targets, base, grid, variants"),
-    "name": ({"name": "a b"}, "plan: name = 'a b': String should match pattern"),
+    "name": ({"name": "a b"}, "plan: name = 'a b': a name has 1 to 100 of"),
     "no seeds": ({"seeds": []}, "plan: seeds = []: List should have at least 1 item"),
     "seeds twice": ({"seeds": [1, 1]}, "plan: seeds = [1, 1]: seeds are different numbers, 0 or above"),
     "seed below 0": ({"seeds": [-1]}, "plan: seeds = [-1]: seeds are different numbers"),
