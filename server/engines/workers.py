@@ -107,6 +107,7 @@ class _Worker:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
+            self.kill()
             return "its stream ended"
         if code == -signal.SIGKILL:
             return "killed (signal 9), perhaps for want of memory"
