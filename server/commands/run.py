@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common import references
 from common.deploy.addresses import LOOPBACK
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
@@ -87,7 +87,7 @@ def simulate(
                 vce.simulate(
                     settings,
                     folder,
-                    references.load(CLIENT_APP),
+                    resolve_name(CLIENT_APP),
                     resume=resume,
                     workers=workers or os.cpu_count() or 1,
                     say=display.say,

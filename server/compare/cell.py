@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from common import flower, references
+from common import flower
 from common.deploy import logs
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
@@ -83,7 +84,7 @@ def quiet() -> None:
 def runner(device: str) -> Answer:
     """In a worker process: what runs cells on a device, from a job to its outcome, both as JSON."""
     quiet()
-    references.load(CLIENT_APP)  # Ready for the first cell: what takes long to load.
+    resolve_name(CLIENT_APP)  # Ready for the first cell: what takes long to load.
     return lambda request: json.dumps(outcome(replace(Job(**json.loads(request)), device=device))).encode()
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Self
 
 from flwr.app import Error, Message
@@ -16,7 +17,6 @@ from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
-from common import references
 from server.engines.inprocess import InProcessGrid, answer, host_context, stamp
 from server.engines.workers import Answer, Ask, WorkerDied, Workers
 
@@ -73,7 +73,7 @@ def _answered(message: Message, ask: Ask) -> Message:
 
 def client(app: str, memory: str, device: str) -> Answer:
     """In a worker: what answers messages with the ClientApp `app`."""
-    loaded, context = references.load(app), host_context(memory, device)
+    loaded, context = resolve_name(app), host_context(memory, device)
 
     def answered(request: bytes) -> bytes:
         message = message_from_proto(ProtoMessage.FromString(request))

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import IO, TypeVar
 
-from common import flower, references
+from common import flower
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ def main() -> None:
     stream = os.fdopen(os.dup(0), "rb")
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_receive, args=(stream, requests), daemon=True).start()
-    answer: Answer = references.load(sys.argv[1])(*sys.argv[2:])
+    answer: Answer = resolve_name(sys.argv[1])(*sys.argv[2:])
     gc.freeze()  # What is loaded now stays: no need to look through it again.
     while True:
         _write(replies, answer(requests.get()))

@@ -105,7 +105,7 @@ class Run:
 
 def read(folder: Path) -> Run:
     """One run folder. What is missing or broken in it is left out."""
-    run = Run(folder, _table(folder / CELL), status=_table(folder / STATUS))
+    run = Run(folder, _json_object(folder / CELL), status=_json_object(folder / STATUS))
     with suppress(SettingsError):
         run.toml = text_of(folder / SETTINGS, "settings")
         run.settings = dict(dotted(tables_of(run.toml, "settings")))
@@ -233,7 +233,7 @@ def read_json(path: Path) -> Any:
     return None
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
