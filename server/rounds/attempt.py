@@ -15,9 +15,10 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.base import Upload
 from strategies.protocol import wire
+from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
-from strategies.protocol.messages import Refused, read_reply, usable
+from strategies.protocol.messages import usable
 
 TTL_MARGIN_S = 60.0
 
@@ -123,19 +124,13 @@ class Attempts:
         self, attempt: Attempt, replies: Mapping[str, Message], names: list[str], missing: str, phase: str
     ) -> list[Upload]:
         """The valid ones among the replies; `missing`: why there is none of a client."""
-        uploads = []
-        for name in names:
-            try:
-                if name not in replies:
-                    raise Refused(missing)
-                reply = read_reply(replies[name])
-                attempt.bytes_up += reply.bytes
-                uploads.append(self.coordinator.check(attempt.round, name, reply, phase))
-            except Refused as error:
-                attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost" and self.coordinator.lost_memory(name):
-                    attempt.lost.append(name)
-        return uploads
+        asked = {name: replies.get(name) for name in names}
+        verdict = judge(self.coordinator, attempt.round, asked, phase, missing)
+        attempt.bytes_up += verdict.bytes
+        attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
+        attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
+        attempt.lost += verdict.lost
+        return verdict.uploads
 
     def _inform(self, attempt: Attempt, uploads: list[Upload], quorum: int) -> State | None:
         """The state after a first exchange, or None and the cause for which the try is void."""

@@ -21,7 +21,7 @@ from server.rounds.records import Record
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
-from strategies.registry import cautions, written_out
+from strategies.registry import cautions, identities, written_out
 
 
 class Rounds:
@@ -49,10 +49,10 @@ class Rounds:
         self._stop = stop
         self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
-        self._written = written_out(prepared.experiment)
+        self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
-        identities = self._written.identity, prepared.experiment.identity
-        self._checkpoints = Checkpoints(folder.checkpoints, identities, prepared.experiment.checkpoint.keep)
+        known = self._written.identity, *identities(prepared.experiment)
+        self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
         """Run to the last round; returns the last line of the history, {} if there was nothing to do.

@@ -24,6 +24,7 @@ from common.flower import ROOT
 from server.__main__ import cli
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
+from strategies.registry import written_out
 
 SMALL = """
 name = "small"
@@ -254,7 +255,8 @@ def test_what_does_not_fit_the_folder_is_told() -> None:
 
 
 def prepared(text: str) -> str:
-    return prepare(Experiment.parse(text)).experiment.identity
+    found = prepare(Experiment.parse(text))
+    return written_out(found.strategy, found.experiment).identity
 
 
 @pytest.mark.parametrize("option", ["--fleet-port", "--control-port"])

@@ -27,10 +27,11 @@ from server.deploy.superlink import SuperLink
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.watch.follow import failure
-from strategies.registry import REGISTRY, create
+from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import ran
+from tests.support.helpers import MIXED, NORMED
 from tests.support.today import drawn
 
 CLIENTS, ROUNDS = 4, 8
@@ -102,9 +103,9 @@ def suited(case: Case, **tables: Any) -> Experiment:
         "round": {} if SAMPLES[case.sample] is None else {"sample": SAMPLES[case.sample]},
         **tables,
     }
-    if case.algorithm == "fedbn" and case.model == "digits":
+    if case.algorithm in NORMED and case.model == "digits":
         values["personal"] = {"parts": ["0.*"]}  # a model without BatchNorm
-    if case.algorithm == "pfedafm":
+    if case.algorithm in MIXED:
         task = {"name": "digits", "hidden": 32, "extractor": 16}
     if case.algorithm in SERVER_RATES:
         values["server"] = {"lr": SERVER_RATES[case.algorithm]}
@@ -122,7 +123,7 @@ def test_what_has_no_meaning_is_refused(algorithm: str) -> None:
     refused = {}
     for optimizer in ("sgd", "momentum", "adam"):
         try:
-            create(suited(Case(algorithm, "digits", optimizer, "full")))
+            settled(suited(Case(algorithm, "digits", optimizer, "full")))[0]
         except SettingsError as error:
             refused[optimizer] = str(error)
     file = REGISTRY[algorithm].cls.__module__.rpartition(".")[2]

@@ -18,23 +18,28 @@ from common.compression.feedback import Codec, Kind
 from common.data.examples import ClientData
 from common.experiment import Experiment
 from common.model import build
+from common.models.mixture import PRIVATE
 from common.seeds import derive
 from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import Coordinator, upload_seed
+from strategies.protocol.acceptance import accepted_upload
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead, TrainHead
-from strategies.registry import REGISTRY, create, resolve
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead, upload_seed
+from strategies.registry import REGISTRY, settled
 
-ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
-"""All but those that need layers: a quadratic has none."""
+NORMED = {name for name, entry in REGISTRY.items() if "batch-norm" in entry.personal.get("parts", ())}
+MIXED = {name for name, entry in REGISTRY.items() if entry.personal.get("parts") == PRIVATE}
+"""Algorithms that need a model with BatchNorm, and those that need one of two extractors, by their personal parts."""
 
-ON_DIGITS = {"fedbn": 'task = {model = "cnn", width = 2}', "pfedafm": "task.extractor = 4"}
-"""Algorithm -> what else its experiment on digits needs, as TOML: the default model has neither BatchNorm nor two
-extractors."""
+ALGORITHMS = sorted(REGISTRY.keys() - NORMED - MIXED)
+"""All that `headed` serves."""
+
+ON_DIGITS = dict.fromkeys(NORMED, 'task = {model = "cnn", width = 2}') | dict.fromkeys(MIXED, "task.extractor = 4")
+"""Algorithm -> what else its experiment on digits needs, as TOML: the default model has neither."""
 
 
 def problem(n: int = 6, d: int = 5, seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -64,6 +69,13 @@ def experiment(folder: Path, strategy: str = "fedavg", **given: Any) -> Experime
     return Experiment.model_validate(values)
 
 
+def headed(folder: Path, strategy: str, task: Mapping[str, Any] | None = None, **given: Any) -> Experiment:
+    """As `experiment`, of a model with an output layer, the last coordinate: what MOON and personal heads need."""
+    tables = experiment(folder, strategy, **given).model_dump(exclude_unset=True)
+    tables["task"] |= {"name": "tests.support.headed:task", **(task or {})}
+    return Experiment.model_validate(tables)
+
+
 class Simulation:
     """The four methods of a strategy, driven by the real `Coordinator` and `LocalWork`; only messages are missing.
 
@@ -72,8 +84,8 @@ class Simulation:
     """
 
     def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
-        self.experiment = experiment = resolve(experiment)
-        self.strategy = create(experiment)
+        self.strategy, experiment = settled(experiment)
+        self.experiment = experiment
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
@@ -165,7 +177,7 @@ class Simulation:
             lr=upload.lr,
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
-        return coordinator.check(round, name, reply, phase)
+        return accepted_upload(coordinator, round, name, reply, phase)
 
     def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
         before = torch.get_rng_state()
@@ -187,7 +199,7 @@ class Simulation:
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
         late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]
-        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round)
+        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round, self.experiment.seed)
         self.informed = None
         if self.strategy.survey:
             self.informed = coordinator.inform(round, [self.train(name, "survey") for name in self.sampled])

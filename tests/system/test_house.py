@@ -9,7 +9,15 @@ import pytest
 
 from common.flower import ROOT
 
-PACKAGES = ("client", "server/commands", "server/compare", "server/deploy", "server/engines", "server/rounds")
+PACKAGES = (
+    "client",
+    "strategies",
+    "server/commands",
+    "server/compare",
+    "server/deploy",
+    "server/engines",
+    "server/rounds",
+)
 HEAD = "# Imported where used:"
 """Of a module whose imports inside functions all have one reason."""
 
