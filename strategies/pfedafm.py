@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -38,6 +38,8 @@ class PFedAFM(FederatedStrategy):
 
     weights: Literal["uniform", "data"] = "data"
     alpha_lr: float = Field(0.1, gt=0)
+
+    passes: ClassVar[int] = 2
 
     def local(self, work: Work) -> Upload:
         """Phases (a) and (b); sends the change of G."""

@@ -63,7 +63,7 @@ class Course:
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
         self.pace = Pace(self.experiment)
-        self._bounds: dict[str, int] = {}
+        self._most: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
@@ -156,7 +156,7 @@ class Course:
         self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
         text, total = self.experiment.json(), self.total
         budgets = {member.name: self.pace.budget(round, member) for member in members}
-        self._bounds = {name: budget.steps for name, budget in budgets.items()}
+        self._most = {member.name: self.strategy.passes * self.pace.most_steps(round, member) for member in members}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
         return {
@@ -235,14 +235,14 @@ class Course:
             raise Refused(head.status, head.reason)
         if not 0 < head.examples <= self.known[name]:
             raise Refused("examples", f"{head.examples} not in 1..{self.known[name]}, the roll's number")
-        if head.steps < 1 and not phase:
-            raise Refused("steps", f"{head.steps} local steps")
-        if 0 < self._bounds.get(name, 0) < head.steps:
-            raise Refused("steps", f"{head.steps} local steps, asked for {self._bounds[name]} at most")
+        least, most = 0 if phase else 1, self._most.get(name, head.steps)
+        if not least <= head.steps <= most:
+            raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
         if head.lr != self.lr(round):
             raise Refused("mismatch", f"local rate {head.lr}, expected {self.lr(round)}")
         payload = self.strategy.survey if phase else self.strategy.expects(self.assigned.get(name, {}))
         upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=self.slots)
+        upload.settings = self.experiment.local
         upload.vectors, upload.copies = self._decoded(round, name, reply.state, payload)
         if not phase:
             _same_groups("buffers", reply.buffers, self.buffers.keys())
@@ -251,7 +251,7 @@ class Course:
             upload.buffers = reply.buffers
         self._check_values(upload, payload)
         try:
-            self.strategy.check_upload(upload.vectors)
+            self.strategy.check_upload(upload)
         except ValueError as error:
             raise Refused("meaningless", str(error)) from None
         return upload
