@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.data.examples import ClientData, Examples
 from common.experiment import PartitionSettings
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 
 
 class Vector(nn.Module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import models
+from client.training.forward import Forward
 from client.training.work import LocalWork
 from common import flower
+from common.data.examples import ClientData, Examples
 from common.experiment import Experiment, LocalSettings
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel
+from common.model import FlatModel
+from common.tasks.base import Task
+from strategies.protocol.messages import TrainHead
 from strategies.registry import create
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "hafedho", "fedcm")
@@ -75,25 +79,14 @@ def federated(task: Synthetic, steps: int, batch: int, algorithm: str) -> Callab
     strategy, model = create(experiment), FlatModel(task.model())
     received = {name: value.clone() for name, value in strategy.broadcast(strategy.init(model.vector.clone())).items()}
     memory: dict[str, Tensor] = {}
+    bench = SimpleNamespace(experiment=experiment, task=task, model=model, forward=Forward)
+    about = {"experiment": "", "run": "", "client": "0", "generation": 1, "round": 2, "keep": [], "layout": ""}
 
     def run() -> None:
         nonlocal memory
         model.load(received["model"], model.buffers)
-        work = LocalWork(
-            task=task,
-            model=model,
-            data=task.client("0"),
-            settings=settings,
-            received=received,
-            memory=memory,
-            seed=0,
-            name="0",
-            round=2,
-            lr=settings.lr,
-            share=0.01,
-            accepted_last_round=bool(memory),
-            assigned={},
-        )
+        head = TrainHead(**about, accepted=int(bool(memory)), share=0.01, lr=settings.lr)  # type: ignore[arg-type]
+        work = LocalWork(bench, head, task.client("0"), received, memory)
         strategy.local(work)
         memory = work.kept
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.tasks.base import ClientData, Examples, Task
+from common.data.examples import ClientData, Examples
+from common.tasks.base import Task
 
 
 class Samples(Task):

@@ -146,8 +146,8 @@ def pipeline(rounds: int, augment: str, file: Path) -> tuple[float, float]:
     """Median seconds of a round, and of what the data takes of it."""
     from client.app import app
     from common import flower
+    from common.data.examples import Examples
     from common.experiment import Experiment
-    from common.tasks.base import Examples
     from common.tasks.images import Images
     from server.app import run
     from server.engines.inprocess import InProcessGrid

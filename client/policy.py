@@ -26,7 +26,8 @@ import torch
 from pydantic import Field
 
 from common.errors import SettingsError
-from common.experiment import Experiment, Section, checked
+from common.experiment import Experiment
+from common.settings import Section, checked
 from common.vector import State
 
 try:

@@ -18,12 +18,12 @@ from client.training.forward import Forward
 from client.training.work import local_steps
 from common import tasks
 from common.compression.feedback import Codec
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
-from common.model import build
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel
+from common.model import FlatModel, build
+from common.tasks.base import Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from common.errors import SettingsError
+from torch import Tensor
 
 State = dict[str, Tensor]
 """name -> flat vector of d numbers, or a 0-d scalar: what is kept, sent and saved."""
@@ -55,116 +52,6 @@ def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
         layout[name] = Slot(start, start + tensor.numel(), tuple(tensor.shape))
         start = layout[name].stop
     return layout
-
-
-def _adopt(tensors: Sequence[tuple[str, Tensor]], layout: Layout, device: torch.device) -> Tensor:
-    """One vector that holds all the tensors; each tensor's storage becomes a view into it."""
-    vector = torch.cat([tensor.detach().to(device).reshape(-1) for _, tensor in tensors])
-    for name, tensor in tensors:
-        tensor.data = layout[name].view(vector)
-    return vector
-
-
-class FlatModel:
-    """A module whose trainable parameters, gradients and buffers are views into flat vectors.
-
-    What `personal` names (parameters and buffers) stays with each client: those parameters lie behind the shared ones.
-
-    Attributes: `module`; `whole` (d + k,) all trainable parameters and `whole_gradient`; `vector` (d,) and `gradient`
-    (d,) their shared part; `layout` name -> slot in it; `personal_layout` name -> slot in the part behind it;
-    `buffers` "buffers.<dtype>" -> vector of the shared ones; `layout_hash` over names, shapes and dtypes of what is
-    shared and the values of frozen tensors.
-
-    Raises SettingsError if nothing trainable is shared or the trainable parameters have more than one dtype.
-    """
-
-    def __init__(
-        self, module: nn.Module, device: torch.device | str = "cpu", personal: Collection[str] = frozenset()
-    ) -> None:
-        device = torch.device(device)
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        dtypes = sorted({dtype_name(p.dtype) for _, p in trainable})
-        if len(dtypes) != 1:
-            raise SettingsError(f"the trainable parameters must share one dtype, this model has: {dtypes or 'none'}")
-        shared = [(name, p) for name, p in trainable if name not in personal]
-        own = [(name, p) for name, p in trainable if name in personal]
-        if not shared:
-            raise SettingsError("all trainable parameters are personal: there is nothing to share")
-        self.module = module
-        self.layout, self.personal_layout = layout_of(shared), layout_of(own)
-        # Recomputed buffers (`persistent=False`) are no part of a model's state.
-        persistent = module.state_dict().keys()
-        named = [(name, b) for name, b in module.named_buffers() if name in persistent]
-        common = [(name, b) for name, b in module.named_buffers() if name not in personal]
-        self.layout_hash = _layout_hash(shared, frozen, common)
-        module.to(device)
-        self.whole = _adopt([*shared, *own], layout_of([*shared, *own]), device)
-        self.whole_gradient = torch.zeros_like(self.whole)
-        size = sum(p.numel() for _, p in shared)
-        self.vector, self.gradient = self.whole[:size], self.whole_gradient[:size]
-        self._parameters = [(p, slot) for (_, p), slot in zip([*shared, *own], self._slots(), strict=True)]
-        for parameter, slot in self._parameters:
-            parameter.grad = slot.view(self.whole_gradient)
-        self.buffer_layouts: dict[str, Layout] = {}
-        self.buffers = self._adopt_buffers([each for each in named if each[0] not in personal], BUFFERS, device)
-        own_buffers = self._adopt_buffers([each for each in named if each[0] in personal], PERSONAL + BUFFERS, device)
-        self.personal: State = {**({PERSONAL + "parameters": self.whole[size:]} if own else {}), **own_buffers}
-        self._initial = {name: value.clone() for name, value in self.personal.items()}
-
-    def _slots(self) -> list[Slot]:
-        """Where all trainable parameters lie in `whole`."""
-        size = max(slot.stop for slot in self.layout.values())
-        own = self.personal_layout.values()
-        return [*self.layout.values(), *(Slot(slot.start + size, slot.stop + size, slot.shape) for slot in own)]
-
-    def _adopt_buffers(self, named: Sequence[tuple[str, Tensor]], prefix: str, device: torch.device) -> State:
-        """One vector for each dtype."""
-        state: State = {}
-        for dtype in sorted({dtype_name(b.dtype) for _, b in named}):
-            group = [(name, b) for name, b in named if dtype_name(b.dtype) == dtype]
-            layout = self.buffer_layouts[prefix + dtype] = layout_of(group)
-            state[prefix + dtype] = _adopt(group, layout, device)
-        return state
-
-    def load(self, vector: Tensor, buffers: State) -> None:
-        """Copy the shared parameters (d,) and buffers in; never keeps a reference."""
-        self.vector.copy_(vector)
-        for name, own in self.buffers.items():
-            own.copy_(buffers[name])
-
-    def load_personal(self, state: State) -> None:
-        """Copy one client's personal part in; what `state` does not hold is as at the run's start."""
-        for name, own in self.personal.items():
-            own.copy_(state.get(name, self._initial[name]))
-
-    def check_views(self) -> None:
-        """Raise if the module replaced a parameter's storage or gradient, which would train a copy unseen."""
-        size = self.whole.element_size()
-        for parameter, slot in self._parameters:
-            offset = slot.start * size
-            grad = parameter.grad
-            if parameter.data_ptr() != self.whole.data_ptr() + offset or (
-                grad is None or grad.data_ptr() != self.whole_gradient.data_ptr() + offset
-            ):
-                raise RuntimeError(
-                    "the model replaced a parameter's storage or gradient during training (a call of .to(), .half() "
-                    "or zero_grad(set_to_none=True) inside forward?): train it in place"
-                )
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Copies of all tensors of `module.state_dict()` on the CPU: they load into the plain torch model."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
-
-
-def _layout_hash(trainable: Sequence[Any], frozen: Sequence[Any], buffers: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for kind, named in (("trainable", trainable), ("frozen", frozen), ("buffer", buffers)):
-        for name, tensor in named:
-            digest.update(f"{kind} {name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)}\n".encode())
-    for _, tensor in frozen:
-        digest.update(raw_bytes(tensor.detach()))
-    return digest.hexdigest()[:16]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -38,7 +38,6 @@ from server.commands.options import (
     State,
     errors,
 )
-from server.compare.cell import CLIENT_APP
 from server.rounds.stopping import GRACE_S, StopOnSignal
 
 cli = typer.Typer(
@@ -84,6 +83,7 @@ def simulate(
         if cohort is not None and engine is Engine.flower:
             raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
         settings, folder = _open(experiment, run_dir, resume, seed)
+        from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
         with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
@@ -104,10 +104,9 @@ def simulate(
                 )
             else:
                 from server.app import run
-                from server.engines import inprocess
 
-                with inprocess.grid(CLIENT_APP, workers or 1, device, folder.path / "memory", cohort) as grid:
-                    run(grid, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
+                with grid(CLIENT_APP, workers or 1, device, folder.path / "memory", cohort) as node:
+                    run(node, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
         _conclude(folder, display)
 
 
@@ -133,6 +132,7 @@ def compare(
         from server.compare import start as bench
         from server.compare.plan import Plan
         from server.compare.progress import Progress
+        from server.engines.grid import CLIENT_APP
 
         text, settings = Plan.read(plan)
         if dry_run:

@@ -30,12 +30,13 @@ from rich.console import Console  # noqa: E402
 
 from common import tasks  # noqa: E402
 from common.errors import RunError, SettingsError  # noqa: E402
-from common.experiment import Experiment, checked, tables_of, text_of  # noqa: E402
+from common.experiment import Experiment  # noqa: E402
 from common.seeds import derive, torch_seeded  # noqa: E402
+from common.settings import checked, tables_of, text_of  # noqa: E402
 from server.compare.plan import Plan, merged  # noqa: E402
 from server.report import frames  # noqa: E402
 from server.rounds.folder import MODEL, SETTINGS, RunFolder  # noqa: E402
-from server.watch.display import headline  # noqa: E402
+from server.rounds.records import headline  # noqa: E402
 
 Tables = Mapping[str, Any]
 
@@ -148,8 +149,8 @@ def compare(
     Raises SettingsError before anything runs; RunError after all else has run if cells failed.
     """
     from server.compare import start as bench
-    from server.compare.cell import CLIENT_APP
     from server.compare.progress import Progress
+    from server.engines.grid import CLIENT_APP
 
     flower.check_version()
     if isinstance(plan, Mapping):
@@ -186,8 +187,8 @@ def results(folder: str | Path) -> Any:
 
     import pandas as pd
 
-    from server.compare.cell import CELL
     from server.compare.standings import CELLS
+    from server.rounds.folder import CELL
 
     root = Path(folder)
     try:
@@ -227,8 +228,7 @@ def _run(
     import torch
 
     from server.app import run
-    from server.compare.cell import CLIENT_APP
-    from server.engines.inprocess import grid
+    from server.engines.grid import CLIENT_APP, grid
 
     log = logging.getLogger("client.app")
     level, threads = log.level, torch.get_num_threads()

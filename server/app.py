@@ -14,12 +14,12 @@ from common import flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
-from server.deploy.processes import end_with_parent
 from server.rounds.folder import RunFolder, choose
-from server.rounds.loop import Record, Rounds
+from server.rounds.loop import Rounds
 from server.rounds.prepare import prepare
+from server.rounds.records import Record
 from server.rounds.reply_limits import bound_replies, guard_replies
-from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest
+from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Tracking
 from strategies.registry import resolve

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
-from common.experiment import Experiment, Section, StrategySettings, checked
+from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
+from common.settings import Section, checked
 from strategies.base import FederatedStrategy
 from strategies.fagc import FAGC, FANT
 from strategies.fedavg import FedAvg

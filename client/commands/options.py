@@ -13,7 +13,7 @@ from common import flower
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
-from common.names import is_name
+from common.settings import is_name
 
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from client.training.forward import Extra, Forward, LossModule
 from common.experiment import LocalSettings
+from common.model import FlatModel
 from common.tasks.base import Task
-from common.vector import PERSONAL, FlatModel, Slot, State
+from common.vector import PERSONAL, Slot, State
 
 
 class Wanted:

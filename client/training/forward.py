@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from common.experiment import LocalSettings
+from common.model import FlatModel
 from common.tasks.base import Task
-from common.vector import PERSONAL, FlatModel, State
+from common.vector import PERSONAL, State
 
 # Of the loss in float16, as powers of two; doubled after so many steps without an overflow.
 FIRST_SCALE, LEAST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**-24, 2000
@@ -31,7 +32,9 @@ class Forward:
         self._good_steps = 0
         # The random numbers of dropout, before the present batch's first pass.
         self._random: Tensor | None = None
-        self._weights: Tensor | None = None
+        # Held once: what a pass elsewhere puts aside, and what it finds there.
+        self._aside: list[Tensor] = []
+        self._there: Tensor | None = None
 
     def loss(self, batch: Any) -> Tensor:
         """The task's mean loss over a batch, under autocast if the settings say so."""
@@ -81,14 +84,16 @@ class Forward:
             self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
 
     def gradient_at(self, point: Tensor, batch: Any) -> Tensor:
-        """The gradient (d + k,) at another shared model (d,), a new vector. Buffers and random numbers stay as they
-        are, so that the pass that follows draws the same dropout masks."""
+        """The gradient (d + k,) at another shared model (d,), in a vector that the next call writes anew. Buffers and
+        random numbers stay as they are, so that the pass that follows draws the same dropout masks."""
         start = self._random_state()
         with self._elsewhere():
             self._model.vector.copy_(point)
             self.backward(batch)
         self._set_random_state(start)
-        return self._model.whole_gradient.clone()
+        if self._there is None:
+            self._there = torch.empty_like(self._model.whole_gradient)
+        return self._there.copy_(self._model.whole_gradient)
 
     def sharpen(self, batch: Any, extra: Extra | None, gradient: Tensor) -> None:
         """In place of the gradient g of the part in training, the one at w + rho g / |g| (SAM), with the same dropout
@@ -139,16 +144,16 @@ class Forward:
     def _elsewhere(self) -> Iterator[None]:
         """Weights and buffers may change inside; afterwards they are as they were."""
         model = self._model
-        if self._weights is None:
-            self._weights = torch.empty_like(model.whole)
-        self._weights.copy_(model.whole)
-        held = [*model.buffers.values(), *(v for name, v in model.personal.items() if "buffers." in name)]
-        buffers = [value.clone() for value in held]
+        own = [value for name, value in model.personal.items() if "buffers." in name]
+        held = [model.whole, *model.buffers.values(), *own]
+        if not self._aside:
+            self._aside = [torch.empty_like(value) for value in held]
+        for before, value in zip(self._aside, held, strict=True):
+            before.copy_(value)
         try:
             yield
         finally:
-            model.whole.copy_(self._weights)
-            for value, before in zip(held, buffers, strict=True):
+            for value, before in zip(held, self._aside, strict=True):
                 value.copy_(before)
 
     def _random_state(self) -> Tensor:

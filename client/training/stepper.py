@@ -10,9 +10,9 @@ from torch import Tensor
 
 from client.training.optimizers import MATRIX_OPTIMIZERS, LocalOptimizer
 from common.experiment import LocalSettings
-from common.model import matrix_slots
+from common.model import FlatModel, matrix_slots
 from common.tasks.base import Task
-from common.vector import FlatModel, State
+from common.vector import State
 from strategies.base import Part
 
 OPTIMIZER = "optimizer."

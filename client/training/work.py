@@ -6,7 +6,7 @@ An algorithm's `local` sees each raw gradient as one flat vector before the opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,34 @@ from client.training.batches import (
 )
 from client.training.forward import Forward
 from client.training.stepper import Stepper
-from common.experiment import LocalSettings
+from common.data.examples import ClientData
+from common.experiment import Experiment, LocalSettings
+from common.model import FlatModel
 from common.seeds import generator
-from common.tasks.base import ClientData, Task
-from common.vector import FlatModel, Layout, State
+from common.tasks.base import Task
+from common.vector import Layout, State
 from strategies.base import Part, Upload
+from strategies.protocol.messages import TrainHead
+
+
+class Bench(Protocol):
+    """Where clients work: what stays from message to message. `client.session.Session` is one."""
+
+    @property
+    def experiment(self) -> Experiment:
+        """The run's settings."""
+
+    @property
+    def task(self) -> Task:
+        """Loss and batches."""
+
+    @property
+    def model(self) -> FlatModel:
+        """The model that is trained, the received weights loaded."""
+
+    @property
+    def forward(self) -> Callable[[Task, FlatModel, LocalSettings], Forward]:
+        """Makes the passes of a round."""
 
 
 class LocalWork:
@@ -32,54 +55,42 @@ class LocalWork:
 
     def __init__(
         self,
-        *,
-        task: Task,
-        model: FlatModel,
+        bench: Bench,
+        head: TrainHead,
         data: ClientData,
-        settings: LocalSettings,
         received: State,
         memory: State,
-        seed: int,
-        name: str,
-        round: int,
-        lr: float,
-        share: float,
-        accepted_last_round: bool,
-        assigned: Mapping[str, float],
-        head_steps: int = 0,
-        epochs: int = 0,
-        most_steps: int = 0,
+        assigned: Mapping[str, float] | None = None,
         watch: Callable[[int], None] = lambda steps: None,
-        forward: Callable[[Task, FlatModel, LocalSettings], Forward] = Forward,
     ) -> None:
-        """`watch` is told the number of each step before it is taken, and may raise. `head_steps`: of `[personal]`;
-        `epochs` and `most_steps`: what the server asks of this client in this round (0: as the settings say).
-        `forward` makes the passes."""
+        """`head`: what the server asks of this client in this round. `watch` is told the number of each step before it
+        is taken, and may raise."""
+        settings, model = bench.experiment.local, bench.model
         self.received = received
         self.memory = memory
         self.kept: State = {}
-        self.share = share
+        self.share = head.share
         self.num_examples = len(data.train)
-        self.lr = lr
+        self.lr = head.lr
         self.settings = settings
-        self.round = round
-        self.accepted_last_round = accepted_last_round
-        self.assigned = assigned
+        self.round = head.round
+        self.accepted_last_round = 0 < head.accepted == head.round - 1
+        self.assigned = assigned or {}
         self.proximal_mu = settings.proximal_mu
         self.steps_taken = 0
         self.reference_gradient = model.gradient[:0]
-        self._task = task
+        self._task = bench.task
         self._model = model
         self._data = data
-        self._head_steps = head_steps
+        self._head_steps = bench.experiment.personal.head_steps
         self._merges = has_normalization(model.module)
-        self._planned = local_steps(data, settings, epochs, most_steps, self._merges)
+        self._planned = local_steps(data, settings, head.epochs, head.steps, self._merges)
         self._watch = watch
         self._watched = 0
-        self._forward = forward(task, model, settings)
+        self._forward = bench.forward(bench.task, model, settings)
         self._optimizer_state: State = {}
         self._clippable = model.gradient[:0]
-        self._order = generator(seed, "batches", name, round)
+        self._order = generator(bench.experiment.seed, "batches", head.client, head.round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
     @property
@@ -152,6 +163,8 @@ class LocalWork:
         shown = model.gradient if part == "all" else stepper.gradient
         self._clippable = stepper.gradient
         proximal = self.received["model"] if self.proximal_mu and part != "personal" else None
+        # Held once: a vector of the model's size a step costs more than the sum.
+        apart = torch.empty_like(model.vector) if proximal is not None else model.vector[:0]
         model.module.train()
         for batch, single in self._batches(self._planned if budget is None else budget):
             self._watched += 1
@@ -170,7 +183,7 @@ class LocalWork:
             if yields == "gradient":
                 yield shown
             if proximal is not None:
-                model.gradient.add_(model.vector - proximal, alpha=self.proximal_mu)
+                model.gradient.add_(torch.sub(model.vector, proximal, out=apart), alpha=self.proximal_mu)
             if clip == "after":
                 self.clip()
             yield from stepper.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,13 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from pydantic import Field
 
+from common.data.examples import Examples, pick
 from common.data.labels import agree, numbered, own_names
+from common.data.mosaic import read_mosaics
+from common.data.raw import Raw
 from common.errors import SettingsError
-from common.experiment import Section
-from common.models.images import Model, Norm
 from common.seeds import derive
-from common.tasks.base import Examples
-from common.tasks.classification import pick
+from common.settings import Section
 
 # What an array may be called; the first name that a file has is taken, unless the settings name one.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -44,8 +43,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class ImagesSettings(Section):
-    """`[task]` of every task of labelled images or vectors."""
+class SourceSettings(Section):
+    """Where labelled images or vectors come from and how they are read: the part of `[task]` that readers know."""
 
     file: str | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
     inputs: str | None = Field(None, description="array or column of the training inputs; default: the first of KEYS")
@@ -56,18 +55,6 @@ class ImagesSettings(Section):
     variant: str | None = Field(None, description="of a named data set: full, jpeg, subset, ...; default: the first")
     download: bool = Field(False, description="fetch a named data set that is nowhere on this machine")
     pooled: bool = Field(True, description="false: every client brings its own file, and the server needs none")
-    model: Model | None = Field(None, description="default: cnn for images, mlp for vectors")
-    width: int | None = Field(None, ge=1, description="default: 64 channels (vgg11), 32 (cnn), 64 hidden units (mlp)")
-    norm: Norm | None = Field(None, description="default: batch (resnet18, cnn), none (vgg11, mlp)")
-    norm_groups: int = Field(2, ge=1, description="groups of norm = 'group'; 2 as in arXiv 2003.00295")
-    dropout: float | None = Field(None, ge=0, lt=1, description="vgg11: default 0.5, as FedNova's code")
-    projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
-    extractor: int | None = Field(None, ge=1, description="pfedafm: width of a shared extractor beside it")
-    augment: Literal["none", "crop-flip"] = Field(
-        "none", description="of training batches; see common/models/augment.py"
-    )
-    mean: list[float] | None = Field(None, description="of inputs in [0, 1], one a channel; default: the data set's")
-    std: list[float] | None = Field(None, description="the same")
     dtype: Literal["float32", "float64"] = "float32"
     limit: int | None = Field(None, ge=1, description="at most so many training and test examples, by the seed")
     classes: Annotated[int, Field(ge=1)] | list[str] | None = Field(
@@ -75,19 +62,6 @@ class ImagesSettings(Section):
     )
     shape: tuple[int, ...] | None = Field(None, strict=False, description="of one input; default: from the file")
     resize: bool = Field(False, description="image files are scaled to `shape`; else all must have one size")
-
-
-@dataclass(frozen=True)
-class Raw:
-    """What a source holds, unchecked: arrays of n examples each. Labels are integers or text; `classes` are their names
-    or number, where the source declares them."""
-
-    inputs: NDArray[Any] | None
-    labels: NDArray[Any] | None
-    groups: NDArray[Any] | None = None
-    test_inputs: NDArray[Any] | None = None
-    test_labels: NDArray[Any] | None = None
-    classes: tuple[str, ...] | int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,20 +73,6 @@ class Pooled:
     groups: NDArray[Any] | None
     classes: int
     names: tuple[str, ...] | None
-
-
-def find(file: str, what: str, folders: bool = False) -> Path:
-    """The path of a data file (or, with `folders`, folder): as it is, else in the folder that FEDKEEL_DATA names."""
-    places = [Path(file).expanduser()]
-    if "FEDKEEL_DATA" in os.environ:
-        places.append(Path(os.environ["FEDKEEL_DATA"]) / file)
-    for place in places:
-        if place.is_file() or (folders and place.is_dir()):
-            return place
-    looked = " and ".join(str(place.absolute()) for place in places)
-    hint = "" if len(places) > 1 else "; FEDKEEL_DATA names no other folder"
-    kind = "file or folder" if folders else "file"
-    raise SettingsError(f"{what} = {file!r}: no such {kind}; looked for {looked}{hint}")
 
 
 @contextlib.contextmanager
@@ -130,18 +90,16 @@ def opened(path: Path) -> Iterator[NpzFile]:
         raise SettingsError(f"{path} cannot be read as an .npz archive: {error}") from None
 
 
-def read_npz(path: Path, settings: ImagesSettings) -> Raw:
+def read_npz(path: Path, settings: SourceSettings) -> Raw:
     """The arrays of an .npz file by their roles, or the images of its mosaics."""
     with opened(path) as file:
         if "train_jpeg_0" in file.files:
-            from common.data.mosaic import read_mosaics
-
             return read_mosaics(file, path)
         found = {role: take(file, role, settings, path) for role in KEYS}
         return Raw(**found, classes=_declared_classes(file, path))
 
 
-def pool(raw: Raw, settings: ImagesSettings, names: tuple[str, ...] | None, source: str, seed: int) -> Pooled:
+def pool(raw: Raw, settings: SourceSettings, names: tuple[str, ...] | None, source: str, seed: int) -> Pooled:
     """Check a pooled source and take its part. Raises SettingsError naming the source and the fault.
 
     `names`: the classes that the run names, which text labels are then of.
@@ -170,7 +128,7 @@ def pool(raw: Raw, settings: ImagesSettings, names: tuple[str, ...] | None, sour
     return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes, names)
 
 
-def take(file: NpzFile, role: str, settings: ImagesSettings, path: Path) -> NDArray[Any] | None:
+def take(file: NpzFile, role: str, settings: SourceSettings, path: Path) -> NDArray[Any] | None:
     """The array of a role; None if the file has none and the settings name none."""
     named: str | None = getattr(settings, role)
     key = named or next((key for key in KEYS[role] if key in file.files), None)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.data.arrays import Raw
+from common.data.raw import Raw
 from common.files import replacing
 
 log = logging.getLogger("common.tasks")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from common.data.arrays import find
 from common.data.arrow import Column, Table
+from common.data.places import find
 from common.data.tables import dataset_table, library, read_table, splits
 from common.errors import SettingsError
 

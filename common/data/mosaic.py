@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
-from common.data.arrays import Raw
 from common.data.cache import kept, stamp
+from common.data.raw import Raw
 from common.errors import SettingsError
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from common.data.arrays import ImagesSettings, Raw
+from common.data.arrays import SourceSettings
 from common.data.cache import FOLDER, folder, kept, path_of, stamp
 from common.data.labels import numbered
 from common.data.originals import Fetch, emnist, hub, mnist, torchvision
+from common.data.raw import Raw
+from common.data.sources import read_pooled
 from common.errors import SettingsError
 
 log = logging.getLogger("common.tasks")
@@ -132,7 +134,7 @@ DATASETS = {
 }
 
 
-def load(name: str, variant: str, settings: ImagesSettings) -> tuple[Raw, str]:
+def load(name: str, variant: str, settings: SourceSettings) -> tuple[Raw, str]:
     """A named data set and where it was found: in the folder that FEDKEEL_DATA names, in the cache, as its owner's
     files, or fetched where `task.download` says so.
 
@@ -167,9 +169,7 @@ def load(name: str, variant: str, settings: ImagesSettings) -> tuple[Raw, str]:
         ) from None
 
 
-def _read(place: Path, settings: ImagesSettings, shape: tuple[int, ...]) -> Raw:
-    from common.data.sources import read_pooled
-
+def _read(place: Path, settings: SourceSettings, shape: tuple[int, ...]) -> Raw:
     raw = read_pooled(place, settings, shape)
     names = raw.classes if isinstance(raw.classes, tuple) else None
     labels = [numbered(each, names, str(place)) for each in (raw.labels, raw.test_labels)]

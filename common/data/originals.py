@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.arrays import Raw
+from common.data.raw import Raw
+from common.data.tables import dataset_table, library
 from common.errors import SettingsError
+from common.flower import prepare
 
 Fetch = Callable[[Path, str, bool], Raw]
 """(folder, variant, download) -> the data set from its original files in the folder, fetched there if `download`."""
@@ -59,9 +61,6 @@ def hub(name: str, image: str, label: str, group: str | None, test: str | None) 
     def fetch(root: Path, variant: str, download: bool) -> Raw:
         if not download:  # its files are only known to the library
             raise FileNotFoundError(root)
-        from common.data.tables import dataset_table, library
-        from common.flower import prepare
-
         prepare()  # before flwr-datasets reads whether to report its use
         with library():
             from flwr_datasets import FederatedDataset

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.data.arrays import KEYS, ImagesSettings, Raw
+from common.data.arrays import KEYS, SourceSettings
 from common.data.image_folder import TESTS, read_images
+from common.data.raw import Raw
+from common.data.tables import ENDINGS, column, read_table, splits
 from common.errors import SettingsError
 
 INPUTS = (*KEYS["inputs"], "image", "img", "pixels", "features", "path", "file", "file_name", "filename")
@@ -23,38 +25,32 @@ SAVED = ("dataset_dict.json", "state.json")
 
 def holds_tables(path: Path) -> bool:
     """Whether a folder is a saved data set, or has tables in it."""
-    from common.data.tables import ENDINGS
-
     return any(file.name in SAVED or file.name.endswith(ENDINGS) for file in path.iterdir())
 
 
-def read_rows(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None) -> Raw:
+def read_rows(path: Path, settings: SourceSettings, shape: tuple[int, ...] | None) -> Raw:
     """The examples of a table, or of the tables `train` and, for a central test set, the first of `test`, `val`,
     `valid`, `validation` in a folder.
 
     Inputs: the column `task.inputs` or the first known one: lists of numbers, images, or paths of image files,
     relative to the table. Without such a column all columns of numbers but for label and group are a vector.
     """
-    from common.data import tables
-
-    splits = tables.splits(path)
-    first = next((name for name in ("train", *splits) if name in splits), None)
-    if len(splits) > 1 and first != "train":
-        raise SettingsError(f"{path} holds the tables {', '.join(splits)}; allowed: one, or one called 'train'")
-    train = tables.read_table(path, first)
-    test = next((name for name in TESTS if name in splits and name != first), None)
+    held = splits(path)
+    first = next((name for name in ("train", *held) if name in held), None)
+    if len(held) > 1 and first != "train":
+        raise SettingsError(f"{path} holds the tables {', '.join(held)}; allowed: one, or one called 'train'")
+    train = read_table(path, first)
+    test = next((name for name in TESTS if name in held and name != first), None)
     inputs, labels, groups = _columns(train, settings, shape, path)
     if test is None:
         return Raw(inputs, labels, groups)
-    test_inputs, test_labels, _ = _columns(tables.read_table(path, test), settings, shape, path)
+    test_inputs, test_labels, _ = _columns(read_table(path, test), settings, shape, path)
     return Raw(inputs, labels, groups, test_inputs, test_labels)
 
 
 def _columns(
-    table: dict[str, Any], settings: ImagesSettings, shape: tuple[int, ...] | None, path: Path
+    table: dict[str, Any], settings: SourceSettings, shape: tuple[int, ...] | None, path: Path
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
-    from common.data.tables import column
-
     labels = _flat(column(table, settings.labels, LABELS, "task.labels", path))
     named = [settings.groups] if settings.groups else [name for name in GROUPS if name in table]
     groups = _flat(column(table, named[0], GROUPS, "task.groups", path)) if named else None

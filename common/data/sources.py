@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.data.arrays import ImagesSettings, Raw, read_npz
+from common.data.arrays import SourceSettings, read_npz
 from common.data.cache import stamp
 from common.data.image_folder import read_folder
+from common.data.raw import Raw
 from common.data.rows import holds_tables, read_rows
 from common.data.tables import ENDINGS
 from common.errors import SettingsError
@@ -17,7 +18,7 @@ _READS = {"inputs", "labels", "groups", "test_inputs", "test_labels"}
 _last: tuple[str, Raw] | None = None
 
 
-def read_pooled(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None = None) -> Raw:
+def read_pooled(path: Path, settings: SourceSettings, shape: tuple[int, ...] | None = None) -> Raw:
     """As `read`, for a pooled source: server and clients of a simulation, and one run after the other in a comparison,
     read the same archive in one process. The last one is held; its arrays are read-only by custom, as all examples are.
     """
@@ -31,7 +32,7 @@ def read_pooled(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | N
     return _last[1]
 
 
-def read(path: Path, settings: ImagesSettings, shape: tuple[int, ...] | None = None) -> Raw:
+def read(path: Path, settings: SourceSettings, shape: tuple[int, ...] | None = None) -> Raw:
     """What a path holds: an .npz archive, a table (CSV, JSON lines, parquet), a folder with a subfolder of images for
     each class, or a data set that Hugging Face's `datasets` saved.
 

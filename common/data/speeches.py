@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.data.arrow import Table
+from common.data.examples import Examples
 from common.data.tables import column
 from common.errors import SettingsError
-from common.tasks.base import Examples
 
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]

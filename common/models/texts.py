@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.data.hub import reachable
 from common.data.tokens import Encoder, pretrained, utf8, words
 from common.errors import SettingsError
-from common.experiment import Section
+from common.settings import Section
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DEFAULTS: dict[str, dict[str, int]] = {

@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from common.data.places import find
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, Section, checked
-
-if TYPE_CHECKING:
-    from common.partition.make import Plan
+from common.experiment import PartitionSettings
+from common.partition.assignment import Assignment, Indices
+from common.settings import Section, checked
 
 FORMAT = "fedkeel-plan-1"
-Indices = NDArray[np.int64]
 
 
 class HeldRows(Section):
@@ -69,19 +68,19 @@ def labels_hash(labels: NDArray[Any]) -> str:
     return hashlib.sha256(labels.astype("<i8").tobytes()).hexdigest()
 
 
-def text(plan: Plan, labels: NDArray[Any], settings: PartitionSettings, task: str) -> str:
+def text(assignment: Assignment, labels: NDArray[Any], settings: PartitionSettings, task: str) -> str:
     """The content of the file for a plan of these labels (n,), which the task named `task` holds: a client a line."""
     head = {
         "format": FORMAT,
-        "hash": plan.hash,
-        "seed": plan.seed,
-        "shift": plan.shift,
-        "shift_strength": plan.shift_strength,
+        "hash": assignment.hash,
+        "seed": assignment.seed,
+        "shift": assignment.shift,
+        "shift_strength": assignment.shift_strength,
         "data": {"task": task, "examples": len(labels), "labels": labels_hash(labels)},
         "made_by": settings.model_dump(mode="json", exclude_none=True, exclude={"file"}),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    pairs = zip(plan.clients, plan.holdout, strict=True)
+    pairs = zip(assignment.clients, assignment.holdout, strict=True)
     rows = [{"train": train.tolist(), "evaluate": evaluate.tolist()} for train, evaluate in pairs]
     held = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
     return "\n".join(["{", *lines, ' "clients": [', held, " ]", "}", ""])
@@ -93,8 +92,6 @@ def read(settings: PartitionSettings, labels: NDArray[Any], seed: int) -> PlanFi
     Looked for like a data file: as it is, else in the folder that FEDKEEL_DATA names. Raises SettingsError if it is
     missing or malformed, was made for other data, or gives an example twice.
     """
-    from common.data.arrays import find
-
     path = find(settings.file or "", "partition.file")
     source = f"plan file {str(path)!r}"
     try:

@@ -1,14 +1,10 @@
 """The partition plan: which example of a pooled data set belongs to which simulated client.
 
-Simulation and deployment compute the same plan, or read it from the same file, and `Plan.hash` shows it.
+Simulation and deployment compute the same plan, or read it from the same file, and `Assignment.hash` shows it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,38 +13,16 @@ from numpy.typing import NDArray
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
 from common.partition import file as plan_files
-from common.partition import split_cache as plans
+from common.partition import split_cache
+from common.partition.assignment import Assignment, Indices, assignment_of, split_holdout
 from common.partition.splits import class_range, split
-from common.seeds import derive
-
-Indices = NDArray[np.int64]
 
 DEFAULT_CLIENTS = 10
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Who holds what: row i of everything is client str(i). The arrays are read-only.
-
-    clients         training indices of each client into the pooled data set, int64, sorted, disjoint
-    holdout         evaluation indices of each client, int64, sorted; disjoint from all training indices
-    seed            the seed from which the plan was derived: the run's, or that of a plan file
-    class_counts    training examples by client and class, int64 (clients, classes)
-    hash            sha256 (hex) over all indices, the class counts and the shift
-    shift           what makes the clients' inputs differ, and how much; see common/partition/shift.py
-    shift_strength
-    """
-
-    clients: tuple[Indices, ...]
-    holdout: tuple[Indices, ...]
-    seed: int
-    class_counts: Indices
-    hash: str
-    shift: str = "none"
-    shift_strength: float = 0.0
-
-
-def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray[Any] | None, seed: int) -> Plan:
+def make_assignment(
+    settings: PartitionSettings, labels: NDArray[Any], groups: NDArray[Any] | None, seed: int
+) -> Assignment:
     """Split n examples over clients: a function of its arguments (and of a plan file) alone, the same in every process.
 
     `labels` (n,) are integers from 0; `groups` (n,) are the integer or text ids of a natural split, or None.
@@ -63,7 +37,7 @@ def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray
     if settings.kind == "file":
         return _from_file(settings, labels, seed)
     clients = _check(settings, labels, groups)
-    parts = plans.remembered(split, settings, clients, labels, groups, seed)
+    parts = split_cache.remembered(split, settings, clients, labels, groups, seed)
     smallest = min(len(part) for part in parts)
     if smallest < settings.min_examples:
         raise SettingsError(
@@ -71,55 +45,22 @@ def make_plan(settings: PartitionSettings, labels: NDArray[Any], groups: NDArray
             f"partition.clients = {clients} has a client of {smallest}; lower one of the two"
         )
     pairs = [split_holdout(part, settings.holdout, seed, str(i)) for i, part in enumerate(parts)]
-    return plan_of(pairs, labels, seed, settings.shift, settings.shift_strength)
+    return assignment_of(pairs, labels, seed, settings.shift, settings.shift_strength)
 
 
-def _from_file(settings: PartitionSettings, labels: Indices, seed: int) -> Plan:
+def _from_file(settings: PartitionSettings, labels: Indices, seed: int) -> Assignment:
     """The plan of a file; the experiment's own shift, if it has one, takes the place of the file's."""
     file = plan_files.read(settings, labels, seed)
     made_with = seed if file.seed is None else file.seed
-    plan = plan_of(file.pairs(), labels, made_with, file.shift, file.shift_strength)
-    if file.hash not in (None, plan.hash):
+    assignment = assignment_of(file.pairs(), labels, made_with, file.shift, file.shift_strength)
+    if file.hash not in (None, assignment.hash):
         raise SettingsError(
-            f"plan file {settings.file!r} says hash {file.hash[:12]!r}, its content has {plan.hash[:12]!r}: "
+            f"plan file {settings.file!r} says hash {file.hash[:12]!r}, its content has {assignment.hash[:12]!r}: "
             "it was changed; allowed: the file as it was made, or a plan of your own without `hash`"
         )
     if settings.shift == "none":
-        return plan
-    return plan_of(file.pairs(), labels, made_with, settings.shift, settings.shift_strength)
-
-
-def plan_of(
-    pairs: Sequence[tuple[Indices, Indices]], labels: Indices, seed: int, shift: str = "none", strength: float = 0.0
-) -> Plan:
-    """The plan that gives client i the training and evaluation indices `pairs[i]`, each sorted, none of them twice."""
-    classes = int(labels.max()) + 1
-    counts = np.stack([np.bincount(labels[train], minlength=classes) for train, _ in pairs]).astype(np.int64)
-    if shift in ("none", "rotation"):
-        strength = 0.0  # it has none
-    plan = Plan(
-        clients=tuple(train for train, _ in pairs),
-        holdout=tuple(evaluate for _, evaluate in pairs),
-        seed=seed,
-        class_counts=counts,
-        hash=_hash([*(array for pair in pairs for array in pair), *counts], shift, strength, seed),
-        shift=shift,
-        shift_strength=strength,
-    )
-    for array in (*plan.clients, *plan.holdout, plan.class_counts):
-        array.setflags(write=False)
-    return plan
-
-
-def split_holdout(indices: Indices, share: float, seed: int, client: str) -> tuple[Indices, Indices]:
-    """The training and evaluation parts of one client's n indices, each sorted.
-
-    floor(n * share) indices, chosen by the seed and the client's name, are for evaluation; one always stays
-    for training.
-    """
-    count = min(math.floor(len(indices) * share), max(len(indices) - 1, 0))
-    order = np.random.default_rng(derive(seed, "holdout", client)).permutation(len(indices))
-    return np.sort(indices[order[count:]]), np.sort(indices[order[:count]])
+        return assignment
+    return assignment_of(file.pairs(), labels, made_with, settings.shift, settings.shift_strength)
 
 
 def _columns(
@@ -161,12 +102,3 @@ def _check(settings: PartitionSettings, labels: Indices, groups: NDArray[Any] | 
             f"{clients * settings.shards_per_client} shards cannot be cut from {available} examples"
         )
     return clients
-
-
-def _hash(arrays: list[Indices], shift: str, strength: float, seed: int) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:  # each with its length, so that no two plans share a byte stream
-        digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
-    if shift != "none":
-        digest.update(f"{shift} {strength!r} {seed}".encode())
-    return digest.hexdigest()

@@ -18,52 +18,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
-from common.partition.make import Plan
+from common.partition.assignment import Assignment
 from common.seeds import derive
-from common.tasks.base import ClientData, Examples
 
 BLOCK = 4096
 """Examples that are changed at a time: bounds the memory for a client of very many."""
 
 
-def check_shift(plan: Plan, inputs: Tensor) -> None:
+def check_shift(assignment: Assignment, inputs: Tensor) -> None:
     """Raise SettingsError if inputs (n, ...) cannot be shifted in the plan's way: token ids, rotated vectors."""
-    if plan.shift == "none":
+    if assignment.shift == "none":
         return
-    what, shape = f"partition.shift = {plan.shift!r}", tuple(inputs.shape[1:])
+    what, shape = f"partition.shift = {assignment.shift!r}", tuple(inputs.shape[1:])
     if inputs.dtype != torch.uint8 and not inputs.is_floating_point():
         raise SettingsError(
             f"{what}: one input of this task is {inputs.dtype} {shape}; allowed: uint8 and floats, for others 'none'"
         )
-    if plan.shift == "rotation" and _sides(inputs) is None:
+    if assignment.shift == "rotation" and _sides(inputs) is None:
         raise SettingsError(
             f"{what}: one input of this task is {shape}; allowed for square images (h, h), (h, h, channels) or "
             "(channels, h, h); for others noise, brightness, contrast or none"
         )
 
 
-def shifted(data: ClientData, plan: Plan, client: int) -> ClientData:
+def shifted(data: ClientData, assignment: Assignment, client: int) -> ClientData:
     """The data of client number `client` (from 0) as this plan's shift makes it: new tensors, or `data` itself.
 
     A function of the plan's seed, the client's number and the examples alone; training and evaluation examples get
     noise of their own. Raises SettingsError as `check_shift` does.
     """
-    if plan.shift == "none":
+    if assignment.shift == "none":
         return data
-    check_shift(plan, data.train.inputs)
+    check_shift(assignment, data.train.inputs)
     return ClientData(
-        _examples(data.train, plan, client, "train"), _examples(data.evaluate, plan, client, "evaluate"), data.steps
+        _examples(data.train, assignment, client, "train"),
+        _examples(data.evaluate, assignment, client, "evaluate"),
+        data.steps,
     )
 
 
-def _examples(examples: Examples, plan: Plan, client: int, part: str) -> Examples:
+def _examples(examples: Examples, assignment: Assignment, client: int, part: str) -> Examples:
     sides = _sides(examples.inputs)
-    if plan.shift == "rotation" and sides:
+    if assignment.shift == "rotation" and sides:
         return Examples(torch.rot90(examples.inputs, client % 4, sides).contiguous(), examples.targets)
-    strength = plan.shift_strength * (client + 1) / len(plan.clients)
-    chance = np.random.default_rng(derive(plan.seed, "shift", str(client), part))
-    blocks = [_block(block, plan.shift, strength, chance) for block in torch.split(examples.inputs, BLOCK)]
+    strength = assignment.shift_strength * (client + 1) / len(assignment.clients)
+    chance = np.random.default_rng(derive(assignment.seed, "shift", str(client), part))
+    blocks = [_block(block, assignment.shift, strength, chance) for block in torch.split(examples.inputs, BLOCK)]
     return Examples(torch.cat(blocks), examples.targets)
 
 

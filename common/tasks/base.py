@@ -4,40 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Examples:
-    """Inputs (n, ...) and targets (n,) as tensors that stay in memory; batches are gathered by index."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The examples at `index` (b,), an int64 tensor; no copy of it if it lies where they do."""
-        index = index.to(self.targets.device)
-        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
-
-    def to(self, device: torch.device) -> Examples:
-        """The same examples on `device`; no copy if they are there."""
-        return Examples(self.inputs.to(device), self.targets.to(device))
-
-
-@dataclass(frozen=True)
-class ClientData:
-    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work."""
-
-    train: Examples
-    evaluate: Examples
-    steps: int | None = None
+from common.data.examples import ClientData, Examples
 
 
 class Task(ABC):

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.data.examples import ClientData, Examples, pick
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
 from common.models.images import output_layer
-from common.partition.make import Plan, make_plan, split_holdout
+from common.partition.assignment import Assignment, split_holdout
+from common.partition.make import make_assignment
 from common.partition.shift import check_shift, shifted
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -44,11 +46,11 @@ class Classification(Task):
         return inputs
 
     @cached_property
-    def plan(self) -> Plan:
+    def assignment(self) -> Assignment:
         """The partition plan of the pooled examples; the first access may raise SettingsError."""
-        plan = make_plan(self.partition, self.pool().targets.numpy(), self.groups(), self.seed)
-        check_shift(plan, self.pool().inputs)
-        return plan
+        assignment = make_assignment(self.partition, self.pool().targets.numpy(), self.groups(), self.seed)
+        check_shift(assignment, self.pool().inputs)
+        return assignment
 
     @property
     def absent(self) -> bool:
@@ -57,7 +59,7 @@ class Classification(Task):
 
     def names(self) -> list[str]:
         """Client i is called str(i); none where every client brings its own data."""
-        return [] if self.absent else [str(i) for i in range(len(self.plan.clients))]
+        return [] if self.absent else [str(i) for i in range(len(self.assignment.clients))]
 
     def number(self, name: str) -> int:
         """The row of a client in the plan. Raises SettingsError if there is none."""
@@ -73,12 +75,12 @@ class Classification(Task):
         if file is not None:
             raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'images' does")
         number, pool = self.number(name), self.pool()
-        own = ClientData(pick(pool, self.plan.clients[number]), pick(pool, self.plan.holdout[number]))
-        return shifted(own, self.plan, number)
+        own = ClientData(pick(pool, self.assignment.clients[number]), pick(pool, self.assignment.holdout[number]))
+        return shifted(own, self.assignment, number)
 
     def plan_hash(self) -> str:
         """The plan's sha256, hex, or "" where every client brings its own data."""
-        return "" if self.absent else self.plan.hash
+        return "" if self.absent else self.assignment.hash
 
     def site(self, name: str, own: Examples) -> ClientData:
         """All examples that a site brings itself; its holdout is `partition.holdout` of them, drawn by the seed and the
@@ -101,8 +103,3 @@ class Classification(Task):
         logits = model(self.features(inputs))
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         return {"loss": loss.detach(), "accuracy": (logits.argmax(1) == targets).sum()}
-
-
-def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:
-    """A copy of the examples at `indices` (k,), sorted and without repetition; the same ones if those are all."""
-    return examples if len(indices) == len(examples) else Examples(*examples.batch(torch.tensor(indices)))

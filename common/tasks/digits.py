@@ -9,13 +9,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from common.data.examples import Examples, pick
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, Section, checked
+from common.experiment import PartitionSettings
 from common.models.images import check_heads, cnn, mlp
 from common.models.mixture import of_sequences
 from common.seeds import derive
-from common.tasks.base import Examples
-from common.tasks.classification import Classification, pick
+from common.settings import Section, checked
+from common.tasks.classification import Classification
 
 
 class DigitsSettings(Section):
@@ -43,7 +44,7 @@ class Digits(Classification):
         if settings.extractor and settings.model != "mlp":
             raise SettingsError(f"task.extractor = {settings.extractor} beside task.model = 'cnn'; allowed: 'mlp'")
         self._pool, self._test = _digits(self.dtype, seed)
-        _ = self.plan  # settings errors belong to the start
+        _ = self.assignment  # settings errors belong to the start
 
     def pool(self) -> Examples:
         """1,438 training images: inputs (1438, 64)."""

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 
-from common.data.arrays import ImagesSettings, Pooled, drawn, examples_of, find, fit, pool
+from common.data.arrays import Pooled, SourceSettings, drawn, examples_of, fit, pool
+from common.data.examples import ClientData, Examples, pick
 from common.data.labels import agree, numbered
 from common.data.named_images import DATASETS, load
+from common.data.places import find
+from common.data.sources import read, read_pooled
 from common.errors import SettingsError, not_one_of
-from common.experiment import PartitionSettings, checked
+from common.experiment import PartitionSettings
 from common.models.augment import crop_flip
-from common.models.images import NORMS, WIDTHS, check_network, network
-from common.tasks.base import ClientData, Examples
-from common.tasks.classification import Classification, pick
+from common.models.images import NORMS, WIDTHS, Model, Norm, check_network, network
+from common.settings import checked
+from common.tasks.classification import Classification
 
 log = logging.getLogger("common.tasks")
 _told: set[str] = set()
+
+
+class ImagesSettings(SourceSettings):
+    """`[task]` of every task of labelled images or vectors: their source, and the network that learns them."""
+
+    model: Model | None = Field(None, description="default: cnn for images, mlp for vectors")
+    width: int | None = Field(None, ge=1, description="default: 64 channels (vgg11), 32 (cnn), 64 hidden units (mlp)")
+    norm: Norm | None = Field(None, description="default: batch (resnet18, cnn), none (vgg11, mlp)")
+    norm_groups: int = Field(2, ge=1, description="groups of norm = 'group'; 2 as in arXiv 2003.00295")
+    dropout: float | None = Field(None, ge=0, lt=1, description="vgg11: default 0.5, as FedNova's code")
+    projection: int | None = Field(None, ge=1, description="moon: width of a projection head before the output layer")
+    extractor: int | None = Field(None, ge=1, description="pfedafm: width of a shared extractor beside it")
+    augment: Literal["none", "crop-flip"] = Field(
+        "none", description="of training batches; see common/models/augment.py"
+    )
+    mean: list[float] | None = Field(None, description="of inputs in [0, 1], one a channel; default: the data set's")
+    std: list[float] | None = Field(None, description="the same")
 
 
 class Images(Classification):
@@ -42,7 +63,7 @@ class Images(Classification):
         self._check_source()
         self._given = self._given_classes()
         if self.settings.pooled and (self._shape is None or self._given is None):
-            _ = self.plan  # settings errors belong to the start
+            _ = self.assignment  # settings errors belong to the start
         if len(self.shape) not in (1, 2, 3) or min(self.shape) < 1:
             raise SettingsError(f"task.shape = {self.shape}: allowed: (d,), (h, w) or (h, w, channels)")
         given = self.settings
@@ -118,8 +139,6 @@ class Images(Classification):
         if given.file is None:
             raw, place = load(self.name, self.variant, given)
         else:
-            from common.data.sources import read_pooled
-
             path = find(given.file, "task.file", folders=True)
             raw, place = read_pooled(path, given, self._shape), str(path)
         if place not in _told:  # once a process, however many runs it makes
@@ -183,8 +202,6 @@ class Images(Classification):
         """
         if file is None:
             return super().client(name)
-        from common.data.sources import read
-
         path = find(file, f"file of client {name!r}", folders=True)
         raw, source = read(path, self.settings, self.shape), str(path)
         if (names := self.class_names) is not None:

@@ -16,10 +16,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from common.data.arrays import find, opened
+from common.data.arrays import opened
+from common.data.examples import ClientData, Examples
+from common.data.places import find
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, Section, checked
-from common.tasks.base import ClientData, Examples, Task
+from common.experiment import PartitionSettings
+from common.settings import Section, checked
+from common.tasks.base import Task
 from common.tasks.classification import DTYPES
 
 # key -> its dimensions: n clients, d coordinates

@@ -14,14 +14,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.data.examples import ClientData, Examples
 from common.data.hub import Corpus, local_table, read_corpus
 from common.data.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, Section, checked
+from common.experiment import PartitionSettings
 from common.models.texts import recurrent
-from common.partition.make import Plan, make_plan, plan_of
+from common.partition.assignment import Assignment, assignment_of
+from common.partition.make import make_assignment
 from common.partition.shift import check_shift
-from common.tasks.base import ClientData, Examples
+from common.settings import Section, checked
 from common.tasks.classification import Classification
 
 CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"), test=())
@@ -123,21 +125,21 @@ class Shakespeare(Classification):
         return np.repeat(np.arange(len(self.roles)), np.diff(self._ranges))
 
     @cached_property
-    def plan(self) -> Plan:
+    def assignment(self) -> Assignment:
         """The split of the windows, with holdouts at each client's end."""
         if self.partition.kind == "file":
-            return super().plan
+            return super().assignment
         whole = self.partition.model_copy(update={"holdout": 0.0})
         if self.partition.kind != "natural":
-            plan = make_plan(whole, self.pool().targets.numpy(), None, self.seed)
-            parts = plan.clients
+            assignment = make_assignment(whole, self.pool().targets.numpy(), None, self.seed)
+            parts = assignment.clients
         else:  # of roles, not of millions of windows
             numbers = np.arange(len(self.roles))
-            plan = make_plan(whole, np.zeros_like(numbers), numbers, self.seed)
-            parts = tuple(np.arange(*self._ranges[[own[0], own[0] + 1]]) for own in plan.clients)
-        check_shift(plan, self.pool().inputs)
+            assignment = make_assignment(whole, np.zeros_like(numbers), numbers, self.seed)
+            parts = tuple(np.arange(*self._ranges[[own[0], own[0] + 1]]) for own in assignment.clients)
+        check_shift(assignment, self.pool().inputs)
         starts, targets = self.pool().inputs.numpy(), self.pool().targets.numpy()
-        return plan_of([self._cut(part, starts) for part in parts], targets, self.seed)
+        return assignment_of([self._cut(part, starts) for part in parts], targets, self.seed)
 
     def _cut(self, part: Indices, starts: Indices) -> tuple[Indices, Indices]:
         """Windows for training and for evaluation that share no character, in the order of the text."""
@@ -155,7 +157,7 @@ class Shakespeare(Classification):
             return self._site(name, file)
         number = self.number(name)
         starts = self.pool().inputs.numpy()
-        return self._data(self._text, starts, self.plan.clients[number], self.plan.holdout[number])
+        return self._data(self._text, starts, self.assignment.clients[number], self.assignment.holdout[number])
 
     def _site(self, name: str, file: str) -> ClientData:
         table, _ = local_table(file, f"file of client {name!r}")

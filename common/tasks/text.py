@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from common.data.arrays import drawn
 from common.data.arrow import Column, Table
+from common.data.examples import ClientData, Examples
 from common.data.hub import Corpus, local_table, read_corpus
 from common.data.tables import column, read_table, splits
 from common.data.tokens import Encoder
 from common.errors import SettingsError
-from common.experiment import PartitionSettings, checked
+from common.experiment import PartitionSettings
 from common.models.texts import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
-from common.tasks.base import ClientData, Examples
+from common.settings import checked
 from common.tasks.classification import Classification
 
 TEXTS = ("text", "sentence", "content")

@@ -14,7 +14,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from common.files import write_atomically
 from common.partition import file as plan_files
-from common.partition.make import Plan
+from common.partition.assignment import Assignment
 from common.tasks.classification import Classification
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -33,29 +33,29 @@ def partition(experiment: Experiment, out: Path | None = None, picture: Path | N
         raise SettingsError(
             f"task.name = {experiment.task.name!r} has no pooled examples that a plan splits; allowed: tasks of classes"
         )
-    plan, labels = task.plan, task.pool().targets.numpy()
+    assignment, labels = task.assignment, task.pool().targets.numpy()
     if out is not None:
-        text = plan_files.text(plan, labels, experiment.partition, experiment.task.name)
+        text = plan_files.text(assignment, labels, experiment.partition, experiment.task.name)
         _write(out, text.encode())
     if picture is not None:
-        _draw(plan, task, picture)
-    return summary(plan, len(labels))
+        _draw(assignment, task, picture)
+    return summary(assignment, len(labels))
 
 
-def summary(plan: Plan, examples: int) -> str:
+def summary(assignment: Assignment, examples: int) -> str:
     """How many clients hold how much of a data set of so many examples, and how unequal they are, a line each."""
-    train, evaluate = (np.array([len(part) for part in side]) for side in (plan.clients, plan.holdout))
+    train, evaluate = (np.array([len(part) for part in side]) for side in (assignment.clients, assignment.holdout))
     both = train + evaluate
-    label_skew, size_skew = skew(plan.class_counts)
+    label_skew, size_skew = skew(assignment.class_counts)
     lines = {
         "clients": f"{len(both):,}, of them {(both == 0).sum():,} empty, {(both == 1).sum():,} of one example",
         "examples": f"{both.sum():,} of {examples:,}: {train.sum():,} for training, {evaluate.sum():,} for evaluation",
         "training examples": _spread(train),
-        "classes": _spread((plan.class_counts > 0).sum(axis=1)),
+        "classes": _spread((assignment.class_counts > 0).sum(axis=1)),
         "label skew": f"{label_skew:.3f} (part of the examples that lie where an iid split would not have them)",
         "size skew": f"{size_skew:.3f} (standard deviation of the clients' sizes / their mean)",
-        "shift": plan.shift + (f", strength {plan.shift_strength:g}" if plan.shift_strength else ""),
-        "plan": plan.hash,
+        "shift": assignment.shift + (f", strength {assignment.shift_strength:g}" if assignment.shift_strength else ""),
+        "plan": assignment.hash,
     }
     return "\n".join(f"{name:18} {text}" for name, text in lines.items())
 
@@ -77,19 +77,19 @@ def _spread(values: NDArray[Any]) -> str:
     return f"{values.min():,} to {values.max():,} a client, median {np.median(values):,g}"
 
 
-def _draw(plan: Plan, task: Classification, path: Path) -> None:
+def _draw(assignment: Assignment, task: Classification, path: Path) -> None:
     from server.report.pictures import partition_picture
 
     content = io.BytesIO()
-    picture = partition_picture(plan.class_counts, task.names(), _class_names(plan, task))
+    picture = partition_picture(assignment.class_counts, task.names(), _class_names(assignment, task))
     picture.savefig(content, format=path.suffix[1:].lower())
     _write(path, content.getvalue())
 
 
-def _class_names(plan: Plan, task: Classification) -> list[str] | None:
+def _class_names(assignment: Assignment, task: Classification) -> list[str] | None:
     """What the task calls its classes, as many as the plan counts; None if it has no names for them."""
     names = list(getattr(task, "class_names", None) or [])
-    return names[: plan.class_counts.shape[1]] if len(names) >= plan.class_counts.shape[1] else None
+    return names[: assignment.class_counts.shape[1]] if len(names) >= assignment.class_counts.shape[1] else None
 
 
 def _write(path: Path, content: bytes) -> None:

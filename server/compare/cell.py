@@ -18,11 +18,7 @@ from typing import Any
 from common import flower, references
 from common.deploy import logs
 from common.files import write_atomically
-
-CELL = "cell.json"
-
-CLIENT_APP = "client.app:app"
-"""By name: the server's code knows no client code, Flower's project file names the two apps."""
+from server.rounds.folder import CELL, RunFolder
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ def serve(job: Job) -> str:
     """
     from common.experiment import Experiment
     from server.app import run
-    from server.engines.inprocess import grid
-    from server.rounds.folder import RunFolder
+    from server.engines.grid import grid
 
     folder = RunFolder(job.folder)
     resume = any(folder.checkpoints.glob("*.safetensors"))
@@ -129,6 +124,6 @@ def line(job: Job) -> str:
 if __name__ == "__main__":
     # Ready for the first cell: what takes long to load.
     references.load("server.app:run")
-    references.load(CLIENT_APP)
+    references.load("client.app:app")
     gc.freeze()
     main()

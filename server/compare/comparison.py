@@ -13,14 +13,14 @@ from typing import Any
 from common.errors import SettingsError
 from common.files import locked, write_atomically
 from server.compare import fairness
-from server.compare.cell import CELL, Job, reason, tidy
+from server.compare.cell import Job, reason, tidy
 from server.compare.plan import Cell, Plan, Point, Row, final_cells, rows, tune_cells
 from server.compare.pools import Pool, Reply
 from server.compare.progress import Progress
 from server.compare.standings import PLAN, Result, Standing, Standings
 from server.compare.tuning import choose
 from server.compare.vetting import compare_with_folder
-from server.rounds.folder import RunFolder
+from server.rounds.folder import CELL, RunFolder
 from server.rounds.stopping import Stop
 
 POLL_S = 0.25

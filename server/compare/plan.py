@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from common.dotted import dotted
 from common.errors import SettingsError
-from common.experiment import Experiment, Section, checked, tables_of, text_of
-from common.names import NAME
+from common.experiment import Experiment
+from common.settings import NAME, Section, checked, dotted, tables_of, text_of
 from server.compare.folder_names import point_slug, shortened, slug
 
 Tables = dict[str, Any]

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from server.compare.plan import Tuning
 from server.rounds.folder import HISTORY
-from server.watch.display import Shown, headline
+from server.rounds.records import headline
+from server.watch.display import Shown
 
 LINES_EVERY_S = 30.0
 

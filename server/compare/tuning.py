@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.compare.plan import Point, Row, Tuning, axes
-from server.watch.display import headline
+from server.rounds.records import Record, headline
 
-Record = Mapping[str, Any]
 Histories = Callable[[Point, int], "Sequence[Record] | None"]
 """Candidate and seed -> the finished run's records, or None if it failed."""
 

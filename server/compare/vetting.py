@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common import tasks
-from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.settings import dotted
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.prepare import prepare

@@ -13,7 +13,7 @@ import tomli_w
 from common.deploy import keys
 from common.errors import RunError, SettingsError
 from common.files import write_atomically
-from common.names import is_name
+from common.settings import is_name
 from server.deploy.control import Control, Node
 
 log = logging.getLogger("server.deploy.nodes")

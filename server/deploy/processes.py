@@ -7,8 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,19 +31,6 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def end_with_parent(grace_s: float = 5.0) -> None:
-    """End this process at the latest `grace_s` seconds after its parent, wherever its threads are stuck by then."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        time.sleep(grace_s)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Family:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -15,12 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from common import references
-from common.errors import SettingsError
-
 NODE = 2
-TOGETHER = "client.cohort:answer_all"
-"""What answers TRAIN messages together, by name: the server's code knows no client code."""
 
 
 class InProcessGrid(Grid):
@@ -132,30 +125,6 @@ class CohortGrid(InProcessGrid):
 def is_training(message: Message) -> bool:
     """Whether it asks a client to train."""
     return str(message.metadata.message_type) == MessageType.TRAIN
-
-
-@contextmanager
-def grid(
-    app: str, workers: int, device: str = "cpu", memory: Path | None = None, cohort: int | None = None
-) -> Iterator[Grid]:
-    """A grid for the ClientApp `app` ("module:attribute"), in this process or in `workers` processes.
-
-    Client memory lies in the folder `memory`, so that a run can be resumed; without one it ends with the grid.
-    `cohort`: a round's clients train together, so many at once (0: all).
-    Raises SettingsError for a cohort in more than one process.
-    """
-    if cohort is not None:
-        if workers != 1:
-            raise SettingsError(f"cohort mode trains in one process; workers = {workers}: allowed: 1")
-        yield CohortGrid(references.load(app), references.load(TOGETHER), cohort, device, str(memory or "ram"))
-        return
-    if workers == 1:
-        yield InProcessGrid(references.load(app), device, str(memory or "ram"))
-        return
-    from server.engines.workers import WorkerGrid
-
-    with WorkerGrid(app, workers, device, memory) as grid:
-        yield grid
 
 
 def host_context(memory: str, device: str) -> Context:

@@ -15,8 +15,8 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from server.app import run
 from server.rounds.folder import RunFolder
-from server.rounds.loop import Record
 from server.rounds.prepare import prepare
+from server.rounds.records import Record
 from server.rounds.stopping import Stop
 
 

@@ -12,7 +12,7 @@ from server.report.groups import Group, point
 from server.report.runs import SOURCES
 from server.report.scores import Reach, final
 from server.report.tables import BOUND, DASH, Cell, Table, bold_best, byte_count, count, plain, spread
-from server.watch.display import size
+from server.rounds.records import size
 
 WHOSE = {
     "central": "the server's test set",

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError
-from server.compare.cell import CELL
 from server.compare.standings import CELLS
 from server.report.runs import Run, read, read_json
-from server.rounds.folder import HISTORY
+from server.rounds.folder import CELL, HISTORY
 
 ENDED = (None, "finished")
 """States of a cell in cells.json of which there is nothing to tell."""

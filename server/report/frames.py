@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common.dotted import dotted
-from server.watch.display import headline
+from common.settings import dotted
+from server.rounds.records import Record, headline
 
-Record = Mapping[str, Any]
 GROUPS = ("central", "clients", "personal", "train", "task", "seconds")
 COUNTED = ("sampled", "accepted", "dropped", "void")
 CLIENT_COLUMNS = ("round", "client", "metric", "value")

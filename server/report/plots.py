@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from server.watch.display import headline
-
-Record = dict[str, Any]
+from server.rounds.records import Record, headline
 
 
 def curves(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:

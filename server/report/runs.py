@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.dotted import dotted
 from common.errors import SettingsError
 from common.experiment import Experiment
-from server.compare.cell import CELL
+from common.settings import dotted
 from server.report.scores import percentile
-from server.rounds.folder import HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
+from server.rounds.folder import CELL, HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
+from server.rounds.records import Record
 
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
 """Where an evaluated metric is looked for: one source a run, never two in one curve."""
 
-Record = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from server.report.scores import Mean
-from server.watch.display import size
+from server.rounds.records import size
 
 DASH = "–"
 BOUND = 1e30

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from common.experiment import Experiment
+from common.model import FlatModel
 from common.tasks.base import Task
 from common.tasks.base import evaluate as evaluate_model
-from common.vector import FlatModel
 from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
 from strategies.protocol.coordinator import Course

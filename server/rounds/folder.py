@@ -17,7 +17,7 @@ from common.files import locked, write_atomically
 from common.vector import State
 from server.rounds.stopping import StopFile
 
-HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
+HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS, CELL = (
     "history.jsonl",
     "notes.log",
     "roll.json",
@@ -25,6 +25,7 @@ HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS = (
     "model.safetensors",
     "run.json",
     "checkpoints",
+    "cell.json",
 )
 
 

@@ -6,41 +6,29 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from common import vector
 from common.errors import RunError, SettingsError
-from common.experiment import Experiment
-from common.tasks.base import Task
-from common.vector import FlatModel, State
+from common.vector import State
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
+from server.rounds.prepare import Prepared
+from server.rounds.records import Record
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
-from strategies.base import FederatedStrategy, Upload
+from strategies.base import Upload
 from strategies.protocol import wire
 from strategies.protocol.coordinator import Course, NotFinite
 from strategies.protocol.members import sample
 from strategies.protocol.messages import Refused, read_reply, usable
 from strategies.registry import cautions
 
-Record = dict[str, Any]
 TTL_MARGIN_S = 60.0
-
-
-@dataclass
-class Prepared:
-    """An experiment whose every part exists: nothing in it can fail any more for a reason that the user wrote."""
-
-    experiment: Experiment
-    strategy: FederatedStrategy
-    task: Task
-    model: FlatModel
 
 
 @dataclass

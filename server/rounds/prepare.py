@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.util import find_spec
+
 from common import tasks
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.model import build
-from server.rounds.loop import Prepared
-from server.watch import tracking
+from common.model import FlatModel, build
+from common.tasks.base import Task
+from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Pace
 from strategies.registry import create, resolve
+
+
+@dataclass
+class Prepared:
+    """An experiment whose every part exists: nothing in it can fail any more for a reason that the user wrote."""
+
+    experiment: Experiment
+    strategy: FederatedStrategy
+    task: Task
+    model: FlatModel
 
 
 def prepare(experiment: Experiment) -> Prepared:
     """Create strategy, task and initial model, and check them against each other. Raises SettingsError."""
     experiment = resolve(experiment)
     strategy = create(experiment)
-    tracking.check(experiment)
+    _check_trackers(experiment)
     task = tasks.create(experiment.task, experiment.partition, experiment.seed)
     clients, settings = len(task.names()), experiment.round
     if clients and settings.sample is not None and settings.sample > clients:
@@ -38,3 +51,11 @@ def prepare(experiment: Experiment) -> Prepared:
         )
     Pace(experiment).check(task.names())
     return Prepared(experiment, strategy, task, model)
+
+
+def _check_trackers(experiment: Experiment) -> None:
+    """Raise SettingsError for a tracker whose package is missing."""
+    for name in experiment.tracking.use:
+        if name != "tensorboard" and find_spec(name) is None:
+            advice = f"in the project's folder: pip install '.[{name}]'"
+            raise SettingsError(f"tracking.use = {name!r}: the package {name} is not installed; {advice}")

@@ -11,7 +11,7 @@ from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
-from server.rounds.loop import Prepared
+from server.rounds.prepare import Prepared
 
 SLACK_BYTES = 64 * 2**20
 

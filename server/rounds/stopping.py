@@ -76,3 +76,16 @@ class StopFile:
 def earliest(*stops: Stop) -> Stop:
     """The one that asks first, or for the shortest time."""
     return lambda: min((until for stop in stops if (until := stop()) is not None), default=None)
+
+
+def end_with_parent(grace_s: float = 5.0) -> None:
+    """End this process at the latest `grace_s` seconds after its parent, wherever its threads are stuck by then."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

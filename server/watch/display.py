@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,7 +19,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-Record = dict[str, Any]
+from server.rounds.records import Record, headline, personal, size
+
 ROWS = 12
 
 
@@ -108,32 +109,6 @@ def cells(record: Record) -> tuple[str, ...]:
 def line(record: Record) -> str:
     """A record as a line of plain text."""
     return " ".join(f"{cell:>10}" for cell in cells(record))
-
-
-def headline(record: Record, key: str) -> float | None:
-    """The one value of a metric that stands for a round."""
-    central = record.get("central") or {}
-    if key in central:
-        return float(central[key])
-    for group in ("personal", "clients", "train"):
-        summary = (record.get(group) or {}).get(key)
-        if summary is not None:
-            return float(summary["weighted"])
-    return None
-
-
-def personal(record: Record) -> bool:
-    """Whether a record's headline is of the clients' own models: another question than that of one model for all."""
-    return bool(record.get("personal")) and not record.get("central")
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _number(value: float | None, pattern: str) -> str:

@@ -7,10 +7,11 @@ import re
 import threading
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, ProcessCollector
+
+from server.rounds.records import Record
 
 CAUSES = ("offline", "crashed", "timed out", "late", "lost", "memory-lost", "invalid", "refused", "failed", "empty")
 STATES = ("unknown", "starting", "running", "stopping", "stopped", "finished", "failed")
@@ -18,8 +19,6 @@ SUMMARIES = ("weighted", "mean", "worst")
 
 # What a run says beside its rounds -> kind.
 _NOTES = (("void", r"round \d+ is void: "), ("refused", "refused node "), ("warning", "warning: "))
-
-Record = Mapping[str, Any]
 
 
 class RunMetrics:

@@ -11,17 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any, Self
 
 from common import references
-from common.dotted import dotted
-from common.errors import SettingsError
 from common.experiment import Experiment
-from server.compare.cell import CELL
-from server.rounds.loop import Record
+from common.settings import dotted
+from server.rounds.folder import CELL
+from server.rounds.records import Record
 from server.rounds.stopping import Stopped
 
 TRACKERS = {
@@ -53,14 +51,6 @@ class Tracker(ABC):
     @abstractmethod
     def close(self, status: str) -> None:
         """The end: "finished", "stopped" or "failed"."""
-
-
-def check(experiment: Experiment) -> None:
-    """Raise SettingsError for a tracker whose package is missing."""
-    for name in experiment.tracking.use:
-        if name != "tensorboard" and find_spec(name) is None:
-            advice = f"in the project's folder: pip install '.[{name}]'"
-            raise SettingsError(f"tracking.use = {name!r}: the package {name} is not installed; {advice}")
 
 
 class Tracking:

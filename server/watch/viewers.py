@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from common.deploy.logs import json_line
 from common.experiment import Experiment
-from server.watch.display import Display, Record, headline
+from server.rounds.records import Record, headline
+from server.watch.display import Display
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -16,8 +16,9 @@ from flwr.app import Message, MessageType
 from common import vector
 from common.compression.feedback import Codec, Kind
 from common.experiment import Experiment
+from common.model import FlatModel
 from common.seeds import derive
-from common.vector import FlatModel, Layout, State
+from common.vector import Layout, State
 from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.protocol import wire
 from strategies.protocol.downlink import Downlink

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
-from common.experiment import Experiment, checked
+from common.experiment import Experiment
+from common.settings import checked
 from common.vector import State
 from strategies.base import Upload
 from strategies.protocol import wire

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from common.data.arrays import find
+from common.data.places import find
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.seeds import derive

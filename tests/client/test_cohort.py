@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from client.app import app
 from client.cohort import answer_all, pool
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from server.__main__ import cli
 from server.app import run
 from server.engines import vce
-from server.engines.inprocess import CohortGrid, InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import CohortGrid, InProcessGrid
 from server.rounds.folder import RunFolder
 from strategies.registry import REGISTRY
 from tests.support.today import drawn

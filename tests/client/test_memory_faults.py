@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from client import app as client_app
 from client import session
+from client import train as client_train
 from client.memory import versions as memory_module
 from client.memory.cache import StateCache
 from client.memory.folder import list_memories, open_memory, reset_memory
@@ -440,7 +440,7 @@ def test_clients_of_several_threads_share_the_cache(tmp_path: Path) -> None:
 def test_the_disk_writes_while_the_reply_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other to begin; the reply leaves when both are done."""
     writing, building, done = threading.Event(), threading.Event(), []
-    save, build = DiskMemory.save, client_app._reply
+    save, build = DiskMemory.save, client_train._reply
 
     def slow_save(self, *args):  # type: ignore[no-untyped-def]
         writing.set()
@@ -454,7 +454,7 @@ def test_the_disk_writes_while_the_reply_is_built(tmp_path: Path, monkeypatch: p
         return build(*args)
 
     monkeypatch.setattr(DiskMemory, "save", slow_save)
-    monkeypatch.setattr(client_app, "_reply", slow_build)
+    monkeypatch.setattr(client_train, "_reply", slow_build)
     assert Site(tmp_path, toy("scaffold")).train(3).head.status == "ok"
     assert done == [3]
 
@@ -466,7 +466,7 @@ def test_neither_error_is_swallowed(failing: str, tmp_path: Path, monkeypatch: p
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    target, name = (DiskMemory, "save") if failing == "save" else (client_app, "_reply")
+    target, name = (DiskMemory, "save") if failing == "save" else (client_train, "_reply")
     monkeypatch.setattr(target, name, broken)
     reply: Reply = Site(tmp_path, toy("scaffold")).train(3)
     assert reply.head.status == "error"

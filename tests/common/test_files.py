@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 
 from common import tasks
-from common.data.arrays import ImagesSettings, Raw, pool
+from common.data.arrays import SourceSettings, pool
 from common.data.cache import folder, kept, path_of
+from common.data.raw import Raw
 from common.errors import SettingsError
 from common.experiment import PartitionSettings, TaskSettings
 from common.flower import ROOT
@@ -324,9 +325,9 @@ def test_settings_without_meaning_are_named(task: dict[str, Any], words: str) ->
 def test_pooled_bytes_are_not_copied() -> None:
     """Without a limit the examples are the source's own memory."""
     raw = Raw(SMALL, LABELS)
-    held = pool(raw, ImagesSettings(), None, "here", 0)
+    held = pool(raw, SourceSettings(), None, "here", 0)
     assert held.train.inputs.data_ptr() == SMALL.ctypes.data
-    assert len(pool(raw, ImagesSettings(limit=5), None, "here", 0).train) == 5
+    assert len(pool(raw, SourceSettings(limit=5), None, "here", 0).train) == 5
 
 
 # --- the cache

@@ -25,7 +25,8 @@ from common.tasks.images import Images
 from server.app import run
 from server.deploy.clients import start_clients
 from server.deploy.superlink import SuperLink
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
 from server.watch.follow import failure

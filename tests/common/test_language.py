@@ -16,7 +16,8 @@ from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.model import build, matrix_slots
 from common.tasks.text import Text
 from server.app import run
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_tables import jsonl
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
 from common.flower import ROOT
-from common.partition.make import Plan, make_plan, split_holdout
+from common.partition.assignment import Assignment, split_holdout
+from common.partition.make import make_assignment
 
 LABELS = np.arange(400) % 10
 GROUPS = np.array([7, 3, 11, 5])[np.arange(400) % 4]
@@ -39,22 +40,22 @@ KINDS = {
 }
 
 
-def plan(seed: int = 0, **keys: object) -> Plan:
-    return make_plan(PartitionSettings.model_validate(keys), LABELS, GROUPS, seed)
+def plan(seed: int = 0, **keys: object) -> Assignment:
+    return make_assignment(PartitionSettings.model_validate(keys), LABELS, GROUPS, seed)
 
 
-def everything(made: Plan) -> np.ndarray:
+def everything(made: Assignment) -> np.ndarray:
     return np.concatenate([*made.clients, *made.holdout])
 
 
-def sizes(made: Plan) -> list[int]:
+def sizes(made: Assignment) -> list[int]:
     return [len(a) + len(b) for a, b in zip(made.clients, made.holdout, strict=True)]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_is_disjoint_and_covers(name: str) -> None:
     """10 classes of 40 examples: every kind here divides them all, so the plan is a permutation of 0..399."""
-    made = make_plan(KINDS[name], LABELS, GROUPS, 3)
+    made = make_assignment(KINDS[name], LABELS, GROUPS, 3)
     assert sorted(everything(made)) == list(range(400))
     for array in (*made.clients, *made.holdout):
         assert array.dtype == np.int64
@@ -65,14 +66,14 @@ def test_every_kind_is_disjoint_and_covers(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_holdout_is_the_floor_of_the_share(name: str) -> None:
     """n examples and holdout 0.1: floor(n / 10) for evaluation."""
-    made = make_plan(KINDS[name], LABELS, GROUPS, 3)
+    made = make_assignment(KINDS[name], LABELS, GROUPS, 3)
     assert [len(part) for part in made.holdout] == [size // 10 for size in sizes(made)]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_class_counts_count_training_labels(name: str) -> None:
     """Row i, column c: how often class c stands among client i's training labels."""
-    made = make_plan(KINDS[name], LABELS, GROUPS, 3)
+    made = make_assignment(KINDS[name], LABELS, GROUPS, 3)
     expected = [[int((LABELS[part] == c).sum()) for c in range(10)] for part in made.clients]
     assert made.class_counts.tolist() == expected
 
@@ -80,7 +81,7 @@ def test_class_counts_count_training_labels(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_same_seed_same_plan_another_seed_another(name: str) -> None:
     """The hash covers all indices: equal for equal plans, and the seed moves some index in every kind."""
-    first, again, other = (make_plan(KINDS[name], LABELS, GROUPS, seed) for seed in (3, 3, 4))
+    first, again, other = (make_assignment(KINDS[name], LABELS, GROUPS, seed) for seed in (3, 3, 4))
     assert first.hash == again.hash != other.hash
     for a, b in zip(first.clients, again.clients, strict=True):
         assert np.array_equal(a, b)
@@ -92,15 +93,15 @@ def test_a_fresh_process_makes_the_same_plans() -> None:
 import json, random, numpy as np
 random.seed(99); np.random.seed(99)
 from tests.common.test_partition import GROUPS, KINDS, LABELS
-from common.partition.make import make_plan
-print(json.dumps({name: make_plan(kind, LABELS, GROUPS, 5).hash for name, kind in KINDS.items()}))
+from common.partition.make import make_assignment
+print(json.dumps({name: make_assignment(kind, LABELS, GROUPS, 5).hash for name, kind in KINDS.items()}))
 """
     root = ROOT
     environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    expected = {name: make_plan(kind, LABELS, GROUPS, 5).hash for name, kind in KINDS.items()}
+    expected = {name: make_assignment(kind, LABELS, GROUPS, 5).hash for name, kind in KINDS.items()}
     assert json.loads(done.stdout) == expected
 
 
@@ -109,10 +110,10 @@ def test_planning_leaves_global_generators_alone() -> None:
     code = """
 import random, numpy as np, torch
 from tests.common.test_partition import GROUPS, KINDS, LABELS, state
-from common.partition.make import make_plan
+from common.partition.make import make_assignment
 before = state()
 for kind in KINDS.values():
-    make_plan(kind, LABELS, GROUPS, 5)
+    make_assignment(kind, LABELS, GROUPS, 5)
 assert state() == before
 """
     root = ROOT
@@ -131,7 +132,7 @@ def test_iid_sizes_differ_by_at_most_one() -> None:
 
 def test_iid_does_not_follow_the_order_of_the_file() -> None:
     """Labels in sequence: a client of 40 consecutive rows would hold one class, a shuffled one several."""
-    made = make_plan(PartitionSettings(clients=10), np.sort(LABELS), None, 0)
+    made = make_assignment(PartitionSettings(clients=10), np.sort(LABELS), None, 0)
     assert ((made.class_counts > 0).sum(axis=1) > 4).all()
 
 
@@ -142,7 +143,7 @@ def test_ten_clients_by_default() -> None:
 def test_sizes_grow_as_they_are_told() -> None:
     """Units 1:2:3:4 of 400, then 1:4:9:16 of 300 with the remainder at the largest."""
     assert sizes(plan(kind="size", clients=4, growth="linear")) == [40, 80, 120, 160]
-    made = make_plan(KINDS["square"], LABELS[:300], None, 0)
+    made = make_assignment(KINDS["square"], LABELS[:300], None, 0)
     assert sizes(made) == [10, 40, 90, 160]
 
 
@@ -182,7 +183,7 @@ def test_some_natural_groups_are_chosen_by_the_seed_and_stay_sorted() -> None:
 def test_groups_may_be_text() -> None:
     """Sorted as text: 'ann' before 'bob'."""
     names = np.array(["bob", "ann"])[np.arange(400) % 2]
-    made = make_plan(PartitionSettings(kind="natural", holdout=0), LABELS, names, 0)
+    made = make_assignment(PartitionSettings(kind="natural", holdout=0), LABELS, names, 0)
     assert np.array_equal(made.clients[0], np.flatnonzero(names == "ann"))
 
 
@@ -195,7 +196,7 @@ def test_empty_clients_where_the_settings_allow_them() -> None:
 
 def test_a_client_of_one_example_trains_on_it() -> None:
     """As many clients as examples: every client has one, and none is left for evaluation."""
-    made = make_plan(PartitionSettings(clients=20, holdout=0.9), LABELS[:20], None, 0)
+    made = make_assignment(PartitionSettings(clients=20, holdout=0.9), LABELS[:20], None, 0)
     assert [len(part) for part in made.clients] == [1] * 20
     assert [len(part) for part in made.holdout] == [0] * 20
 
@@ -242,7 +243,7 @@ def test_impossible_settings_are_named(keys: dict[str, object], words: list[str]
 
 def test_natural_needs_groups() -> None:
     with pytest.raises(SettingsError, match=r"kind = 'natural' needs a group .* allowed without groups: iid"):
-        make_plan(PartitionSettings(kind="natural"), LABELS, None, 0)
+        make_assignment(PartitionSettings(kind="natural"), LABELS, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_natural_needs_groups() -> None:
 def test_bad_columns_are_refused(labels: np.ndarray, groups: np.ndarray | None, words: str) -> None:
     kind = "iid" if groups is None else "natural"
     with pytest.raises(SettingsError, match=words):
-        make_plan(PartitionSettings(kind=kind), labels, groups, 0)
+        make_assignment(PartitionSettings(kind=kind), labels, groups, 0)
 
 
 @given(st.integers(0, 60), st.floats(0, 1, exclude_max=True), st.integers(0, 2**40))
@@ -283,7 +284,7 @@ def test_any_holdout_splits_in_two(size: int, share: float, seed: int) -> None:
 def test_any_plan_uses_an_example_at_most_once(kind: str, clients: int, labels: list[int], seed: int) -> None:
     """No index twice, none outside the data; iid and Dirichlet lose none."""
     keys = {"kind": kind, "clients": clients, "min_examples": 0}
-    made = make_plan(PartitionSettings.model_validate(keys), np.array(labels), None, seed)
+    made = make_assignment(PartitionSettings.model_validate(keys), np.array(labels), None, seed)
     indices = everything(made)
     assert len(made.clients) == len(made.holdout) == clients
     assert len(set(indices.tolist())) == len(indices)
@@ -298,7 +299,7 @@ def test_writers_of_mnist_are_the_clients() -> None:
         pytest.skip("FEDKEEL_DATA is not set: no folder with real data")
     with np.load(Path(os.environ["FEDKEEL_DATA"]) / "mnist_writers" / "mnist_writers.npz") as file:
         labels, writers = file["y_train"], file["writer_train"]
-    made = make_plan(PartitionSettings(kind="natural", holdout=0.2), labels, writers, 0)
+    made = make_assignment(PartitionSettings(kind="natural", holdout=0.2), labels, writers, 0)
     assert len(made.clients) == 539
     for writer, train, evaluate in zip(np.unique(writers), made.clients, made.holdout, strict=True):
         assert np.array_equal(np.sort([*train, *evaluate]), np.flatnonzero(writers == writer))
@@ -308,17 +309,17 @@ def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A remembered split is bit-equal to a fresh one, is used at all, and damage to its file only costs time."""
     settings = PartitionSettings(kind="dirichlet", clients=5, alpha=0.3)
     labels = np.arange(200) % 7
-    fresh = make_plan(settings, labels, None, 3)
+    fresh = make_assignment(settings, labels, None, 3)
     monkeypatch.setenv("FEDKEEL_PLANS", str(tmp_path))
-    assert make_plan(settings, labels, None, 3).hash == fresh.hash
+    assert make_assignment(settings, labels, None, 3).hash == fresh.hash
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as context:
         context.setattr("common.partition.make.split", None)
-        assert make_plan(settings, labels, None, 3).hash == fresh.hash
+        assert make_assignment(settings, labels, None, 3).hash == fresh.hash
         with pytest.raises(TypeError):
-            make_plan(settings, labels, None, 4)
+            make_assignment(settings, labels, None, 4)
     file.write_bytes(file.read_bytes()[:100])
-    assert make_plan(settings, labels, None, 3).hash == fresh.hash
+    assert make_assignment(settings, labels, None, 3).hash == fresh.hash
 
 
 PINNED = {
@@ -340,7 +341,7 @@ PINNED = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_splits_stay_what_they_are(name: str) -> None:
-    assert make_plan(KINDS[name], LABELS, GROUPS, 5).hash == PINNED[name]
+    assert make_assignment(KINDS[name], LABELS, GROUPS, 5).hash == PINNED[name]
 
 
 def test_quantity_skew_is_of_sizes_alone() -> None:
@@ -348,7 +349,7 @@ def test_quantity_skew_is_of_sizes_alone() -> None:
     of each of 10 classes is 0.1 with a deviation of sqrt(0.09 / n) < 0.005, six of which are 0.03."""
     labels = np.arange(20_000) % 10
     settings = PartitionSettings(kind="quantity", clients=5, alpha=0.3, holdout=0, min_examples=0)
-    made = make_plan(settings, labels, None, 1)
+    made = make_assignment(settings, labels, None, 1)
     held = sizes(made)
     assert sum(held) == 20_000
     assert max(held) > 10_000
@@ -363,7 +364,7 @@ def test_quantity_skew_follows_alpha() -> None:
 
     def spread(alpha: float) -> float:
         settings = PartitionSettings(kind="quantity", clients=10, alpha=alpha, holdout=0, min_examples=0)
-        held = [np.array(sizes(make_plan(settings, LABELS, None, seed))) for seed in range(40)]
+        held = [np.array(sizes(make_assignment(settings, LABELS, None, seed))) for seed in range(40)]
         return float(np.sqrt(np.mean([h.var() / h.mean() ** 2 for h in held])))
 
     assert spread(10) == pytest.approx(np.sqrt(9 / 101), rel=0.15)
@@ -420,7 +421,7 @@ def test_balanced_clients_differ_in_labels_alone() -> None:
 def test_balanced_takes_labels_with_gaps() -> None:
     """Classes 0, 3 and 9 only."""
     labels = np.array([0, 3, 9])[np.arange(90) % 3]
-    made = make_plan(PartitionSettings(kind="dirichlet", balanced=True, clients=4), labels, None, 0)
+    made = make_assignment(PartitionSettings(kind="dirichlet", balanced=True, clients=4), labels, None, 0)
     assert sorted(everything(made)) == list(range(90))
 
 

@@ -16,7 +16,8 @@ from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
 from common.flower import ROOT
 from common.partition import file as plan_files
-from common.partition.make import Plan, make_plan
+from common.partition.assignment import Assignment
+from common.partition.make import make_assignment
 from server.__main__ import cli
 from server.commands.partition import skew
 from server.report.pictures import partition_picture
@@ -24,14 +25,16 @@ from tests.common.test_partition import GROUPS, KINDS, LABELS, sizes
 from tests.support.faults import ran
 
 
-def written(path: Path, settings: PartitionSettings, labels: np.ndarray = LABELS, seed: int = 3) -> Plan:
-    made = make_plan(settings, labels, GROUPS[: len(labels)], seed)
+def written(path: Path, settings: PartitionSettings, labels: np.ndarray = LABELS, seed: int = 3) -> Assignment:
+    made = make_assignment(settings, labels, GROUPS[: len(labels)], seed)
     path.write_text(plan_files.text(made, labels, settings, "npz"))
     return made
 
 
-def of_file(path: Path, labels: np.ndarray = LABELS, seed: int = 3, **keys: object) -> Plan:
-    return make_plan(PartitionSettings.model_validate({"kind": "file", "file": str(path), **keys}), labels, None, seed)
+def of_file(path: Path, labels: np.ndarray = LABELS, seed: int = 3, **keys: object) -> Assignment:
+    return make_assignment(
+        PartitionSettings.model_validate({"kind": "file", "file": str(path), **keys}), labels, None, seed
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -86,7 +89,7 @@ def test_an_experiments_shift_replaces_the_files(tmp_path: Path) -> None:
     """The plan of the file's rows with the shift of the experiment."""
     written(tmp_path / "plan.json", KINDS["iid"])
     noisy = KINDS["iid"].model_copy(update={"shift": "noise"})
-    assert of_file(tmp_path / "plan.json", shift="noise").hash == make_plan(noisy, LABELS, None, 3).hash
+    assert of_file(tmp_path / "plan.json", shift="noise").hash == make_assignment(noisy, LABELS, None, 3).hash
 
 
 def changed(**changes: Any) -> Callable[[dict[str, Any]], object]:

@@ -22,7 +22,8 @@ from common.partition import file as plan_files
 from common.tasks.base import evaluate
 from common.tasks.shakespeare import NextCharacter, Shakespeare, ShakespeareSettings
 from server.app import run
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_tables import jsonl
 
@@ -151,11 +152,11 @@ def test_samples_of_leaf_are_merged_again(tmp_path: Path) -> None:
 def test_natural_roles_chosen_by_the_seed_and_other_splits(tmp_path: Path) -> None:
     """With clients = 1 the seed takes one role; an iid split deals all windows: 21 + 48 = 69."""
     one = create(tmp_path, {"clients": 1, "holdout": 0.0})
-    assert len(one.plan.clients) == 1
+    assert len(one.assignment.clients) == 1
     assert len(one.client("0").train) in (21, 48)
     iid = create(tmp_path, {"kind": "iid", "clients": 3, "holdout": 0.0})
     assert sum(len(iid.client(name).train) for name in iid.names()) == 69
-    assert iid.plan.hash != create(tmp_path, {"kind": "iid", "clients": 3, "holdout": 0.3}).plan.hash
+    assert iid.assignment.hash != create(tmp_path, {"kind": "iid", "clients": 3, "holdout": 0.3}).assignment.hash
     texts = [piece for name in iid.names() for piece in pieces(iid.client(name).train)]
     whole = create(tmp_path, {"holdout": 0.0})
     assert sorted(texts) == sorted(p for name in whole.names() for p in pieces(whole.client(name).train))
@@ -165,9 +166,9 @@ def test_a_plan_file_is_taken_as_it_is(tmp_path: Path) -> None:
     """The plan that the task made, and one of one's own."""
     made = create(tmp_path, {"holdout": 0.25})
     file, labels = tmp_path / "plan.json", made.pool().targets.numpy()
-    file.write_text(plan_files.text(made.plan, labels, made.partition, "shakespeare"))
+    file.write_text(plan_files.text(made.assignment, labels, made.partition, "shakespeare"))
     again = create(tmp_path, {"kind": "file", "file": str(file)})
-    assert again.plan.hash == made.plan.hash
+    assert again.assignment.hash == made.assignment.hash
     rows = [{"train": [0, 1], "evaluate": [2]}, {"train": [30]}]
     own = {"format": plan_files.FORMAT, "data": {"examples": len(labels)}, "clients": rows}
     file.write_text(json.dumps(own))

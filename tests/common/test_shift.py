@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from common import tasks
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
 from common.partition import shift
-from common.partition.make import Plan, make_plan
+from common.partition.assignment import Assignment
+from common.partition.make import make_assignment
 from common.partition.shift import shifted
-from common.tasks.base import ClientData, Examples
 from server.engines.workers import WorkerGrid
 from tests.support.faults import ran
 
 
-def plan(kind: str, strength: float = 0.1, clients: int = 4, seed: int = 0) -> Plan:
+def plan(kind: str, strength: float = 0.1, clients: int = 4, seed: int = 0) -> Assignment:
     settings = PartitionSettings.model_validate({"clients": clients, "shift": kind, "shift_strength": strength})
-    return make_plan(settings, np.arange(400) % 10, None, seed)
+    return make_assignment(settings, np.arange(400) % 10, None, seed)
 
 
 def data(inputs: Tensor) -> ClientData:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from common import tasks
+from common.data.examples import Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.flower import ROOT
-from common.tasks.base import Examples, Task, evaluate
+from common.tasks.base import Task, evaluate
 from common.tasks.digits import Digits
 from common.tasks.images import Images
 from common.tasks.quadratic import Quadratic, write

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from client.app import app
 from common import tasks
+from common.data.examples import Examples
 from common.data.tokens import PADDING, utf8, words
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.flower import ROOT
-from common.tasks.base import Examples, Task
+from common.tasks.base import Task
 from common.tasks.text import Text
 from server.app import run
 from server.engines.inprocess import InProcessGrid

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from common import vector
 from common.errors import SettingsError
-from common.vector import CHUNK, FlatModel, mean_pairwise_cosine, norm, sha256, weighted_sum
+from common.model import FlatModel
+from common.vector import CHUNK, mean_pairwise_cosine, norm, sha256, weighted_sum
 
 NUMBERS = st.one_of(st.just(0.0), st.floats(2**-10, 2**10, width=32), st.floats(-(2**10), -(2**-10), width=32))
 

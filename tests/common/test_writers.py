@@ -13,7 +13,8 @@ from common import tasks
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.app import run
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 
 pytestmark = [pytest.mark.data, pytest.mark.slow]

@@ -20,7 +20,7 @@ from common.experiment import Experiment
 from common.flower import ROOT
 from common.tasks.base import evaluate
 from server import api
-from server.compare.cell import CLIENT_APP
+from server.engines.grid import CLIENT_APP
 from server.report import frames
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare

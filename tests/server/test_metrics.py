@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from client.node.metrics import ClientMetrics
 from common.experiment import Experiment
 from common.flower import ROOT
-from server.engines.inprocess import grid
+from server.engines.grid import grid
 from server.watch.metrics import CAUSES, RunMetrics
 
 

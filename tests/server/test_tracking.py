@@ -24,6 +24,7 @@ from common.flower import ROOT
 from server.app import run
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from server.rounds.prepare import prepare
 from server.rounds.stopping import Stopped
 from server.watch import tracking
 from server.watch.tracking import Channel, Tracker, Tracking, flat, place, scalars, settings
@@ -251,11 +252,11 @@ def test_an_unknown_tracker_is_named() -> None:
 
 def test_a_missing_package_ends_before_round_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the words that install it."""
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr("server.rounds.prepare.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"tracking.use = 'wandb': .* not installed; .*pip install '.\[wandb\]'"):
         ran(tmp_path / "run", small("wandb"))
     assert not (tmp_path / "run").exists()
-    tracking.check(small("tensorboard"))
+    prepare(small("tensorboard"))
 
 
 def test_nothing_is_imported_unless_asked(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from torch.nn import functional
 from client.memory.versions import DiskMemory
 from common.compression.feedback import Codec
 from common.errors import SettingsError
-from common.model import build, matrix_slots
-from common.vector import FlatModel
+from common.model import FlatModel, build, matrix_slots
 from strategies.registry import create, resolve
 from tests.server.rounds.test_resume import alike, digits, stopped
 from tests.server.rounds.test_resume import grid as on_disk

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from client.training.optimizers import LocalOptimizer
 from common.compression.feedback import Kind
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PersonalSettings
 from common.model import build, matrix_slots
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from strategies.protocol import wire
 from strategies.protocol.messages import STATE
 from strategies.registry import REGISTRY, create, resolve

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.tasks.base import ClientData, Examples, Task
+from common.data.examples import ClientData, Examples
+from common.tasks.base import Task
 from tests.strategies.test_reductions import EQUAL, LR, STEPS, apart, models
 from tests.support.helpers import Simulation, experiment
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import SettingsError
 from common.experiment import Experiment, StrategySettings
 from common.vector import sha256
-from server.engines.inprocess import grid
+from server.engines.grid import grid
 from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
 from strategies.mime import Mime

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from common import tasks
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.model import build
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from common.vector import sha256
 from strategies.registry import create
 from tests.support.helpers import Simulation, experiment

@@ -268,7 +268,7 @@ def test_resumed_is_uninterrupted(algorithm: str, tmp_path: Path) -> None:
     ],
 )
 def test_settings_without_meaning(tables: dict[str, Any], text: str) -> None:
-    from common.experiment import checked
+    from common.settings import checked
 
     with pytest.raises(SettingsError, match=text):
         checked(Experiment, tables, "x.toml")

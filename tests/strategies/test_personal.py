@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from client.app import app
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings
-from common.model import build, personal_names
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel, State, sha256
+from common.model import FlatModel, build, personal_names
+from common.tasks.base import Task
+from common.vector import State, sha256
 from server import report
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.prepare import prepare
+from server.rounds.records import headline
 from server.watch import display
-from server.watch.display import Display, cells, headline
+from server.watch.display import Display, cells
 from server.watch.metrics import RunMetrics
 from server.watch.tracking import scalars
 from strategies.protocol import wire

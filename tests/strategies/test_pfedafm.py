@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common import tasks
+from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
-from common.model import build, matrix_slots
+from common.model import FlatModel, build, matrix_slots
 from common.models.mixture import PRIVATE, Mixture, of_sequences
-from common.tasks.base import ClientData, Examples, Task
-from common.vector import FlatModel, sha256
+from common.tasks.base import Task
+from common.vector import sha256
 from server.rounds.prepare import prepare
 from strategies.protocol.members import sample
 from strategies.registry import create, resolve

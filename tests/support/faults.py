@@ -13,9 +13,10 @@ from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
 from client.app import app
+from common.data.examples import ClientData, Examples
 from common.experiment import Experiment, PartitionSettings
 from common.models.mixture import Mixture
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from common.vector import State
 from server.engines.inprocess import InProcessGrid, answer
 from server.rounds.checkpoint import Checkpoint, read

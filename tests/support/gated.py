@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from common.data.examples import ClientData, Examples
 from common.experiment import PartitionSettings
 from common.files import write_atomically
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 
 VARIABLE = "FEDKEEL_GATES"
 

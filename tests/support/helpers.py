@@ -11,20 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from client.training.forward import Forward
 from client.training.work import LocalWork, local_steps
 from common import tasks
 from common.compression.feedback import Codec, Kind
+from common.data.examples import ClientData
 from common.experiment import Experiment
 from common.model import build
 from common.seeds import derive
-from common.tasks.base import ClientData, Task
+from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
 from strategies.protocol.coordinator import Course, upload_seed
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead
 from strategies.registry import REGISTRY, create, resolve
 
 ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
@@ -78,6 +80,7 @@ class Simulation:
         self.course = Course.begin(self.strategy, experiment, "run", self.model)
         self.codec = Codec(experiment.compression, self.model.layout)
         self.downlink = Downlink(self.strategy, experiment, self.model.layout)
+        self.forward = Forward
         self.informed: State | None = None
         self.members: dict[str, Member] = {}
         self.data: dict[str, ClientData] = {}
@@ -119,26 +122,22 @@ class Simulation:
         received, memory = self.received(name), self.memory(name)
         self.model.load(received["model"], course.buffers)
         self.model.load_personal(memory)
-        accepted = course.accepted.get(name, 0)
         budget = course.pace.budget(round, self.members[name])
-        return LocalWork(
-            task=self.task,
-            model=self.model,
-            data=self.data[name],
-            settings=self.experiment.local,
-            received=received,
-            memory=memory,
-            seed=self.experiment.seed,
-            name=name,
+        head = TrainHead(
+            experiment="",
+            run=course.run,
+            client=name,
+            generation=course.generation,
             round=round,
-            lr=course.lr(round),
+            accepted=course.accepted.get(name, 0),
+            keep=[],
             share=course.known[name] / course.total,
-            accepted_last_round=accepted > 0 and accepted == round - 1,
-            assigned=course.assigned.get(name, {}),
-            head_steps=self.experiment.personal.head_steps,
+            lr=course.lr(round),
+            layout=course.layout,
             epochs=budget.epochs,
-            most_steps=budget.steps,
+            steps=budget.steps,
         )
+        return LocalWork(self, head, self.data[name], received, memory, course.assigned.get(name, {}))
 
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""

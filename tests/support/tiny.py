@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from client.training.work import LocalWork
+from common.data.examples import ClientData, Examples
 from common.experiment import Experiment, PartitionSettings
-from common.tasks.base import ClientData, Examples, Task
+from common.tasks.base import Task
 from tests.support.helpers import Simulation
 
 

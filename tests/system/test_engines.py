@@ -21,7 +21,8 @@ from server.app import run
 from server.deploy.clients import start_clients
 from server.deploy.processes import Family, stop
 from server.deploy.superlink import SuperLink
-from server.engines.inprocess import InProcessGrid, grid
+from server.engines.grid import grid
+from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.watch.follow import failure
 from strategies.registry import REGISTRY

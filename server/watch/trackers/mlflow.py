@@ -15,7 +15,7 @@ from typing import Any
 from common.experiment import Experiment
 from common.files import write_atomically
 from server.rounds.folder import MODEL, RunFolder
-from server.rounds.loop import Record
+from server.rounds.records import Record
 from server.watch.tracking import Tracker, flat, place, scalars, settings
 
 RUN_ID = "mlflow-run.txt"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.experiment import Experiment
-from server.rounds.loop import Record
+from server.rounds.records import Record
 from server.watch.tracking import Tracker, scalars
 
 

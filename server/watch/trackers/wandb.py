@@ -11,7 +11,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from common.files import write_atomically
 from server.rounds.folder import MODEL, RunFolder
-from server.rounds.loop import Record
+from server.rounds.records import Record
 from server.watch.tracking import CLOSE_S, Tracker, place, scalars, settings
 
 RUN_ID = "wandb-run.txt"

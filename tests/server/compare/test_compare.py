@@ -28,7 +28,7 @@ from common.files import locked
 from common.flower import ROOT
 from server.__main__ import cli
 from server.compare import fairness
-from server.compare.cell import CLIENT_APP, Job, reply
+from server.compare.cell import Job, reply
 from server.compare.comparison import Comparison
 from server.compare.plan import Plan, final_cells, rows
 from server.compare.pools import ProcessPool, Reply
@@ -36,6 +36,7 @@ from server.compare.progress import Follower, Progress, duration, remaining_s
 from server.compare.standings import Result
 from server.compare.start import Means, devices, run, summary
 from server.compare.tuning import choose, edges, score
+from server.engines.grid import CLIENT_APP
 from server.rounds.folder import RunFolder
 from tests.support.helpers import problem
 from tests.support.helpers import write as write_quadratic
