@@ -118,7 +118,7 @@ def kept(algorithm: str) -> tuple[float, float]:
     simulation = Simulation(experiment(algorithm))
     simulation.run(3)
     size = simulation.model.whole.nbytes
-    state = sum(value.nbytes for name, value in simulation.course.state.items() if name != "model")
+    state = sum(value.nbytes for name, value in simulation.coordinator.state.items() if name != "model")
     memories = [sum(v.nbytes for v in simulation.memory(name).values()) for name in simulation.members]
     return state / size, max(memories) / size
 
@@ -140,10 +140,10 @@ def working(algorithm: str) -> float:
 
 def informed(simulation: Simulation, name: str) -> None:
     """The next round's state for one client: its assigned scalars, and a first exchange if there is one."""
-    course = simulation.course
-    course.assigned = simulation.strategy.assign(course.state, [name], course.round + 1)
+    coordinator = simulation.coordinator
+    coordinator.assigned = simulation.strategy.assign(coordinator.state, [name], coordinator.round + 1)
     if simulation.strategy.survey:
-        simulation.informed = course.inform(course.round + 1, [simulation.train(name, "survey")])
+        simulation.informed = coordinator.inform(coordinator.round + 1, [simulation.train(name, "survey")])
 
 
 @contextmanager

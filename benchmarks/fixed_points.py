@@ -63,7 +63,7 @@ def distance(folder: Path, name: str, given: dict[str, Any], rate: float, sample
     target = torch.as_tensor(run.task.minimizer(run.strategy.weights))  # type: ignore[attr-defined]
     try:
         still = 0
-        while run.course.round < rounds - 50 and still < 20:
+        while run.coordinator.round < rounds - 50 and still < 20:
             before = run.x
             still = still + 1 if float((run.run(1) - before).abs().max()) < 1e-13 else 0
         path = run.path(50)

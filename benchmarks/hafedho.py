@@ -161,7 +161,7 @@ def accuracy(strategy: dict[str, Any], local: dict[str, Any]) -> str:
         assert test is not None
         run.run(20)
         for _ in range(5):
-            run.model.load(run.run(1), run.course.buffers)
+            run.model.load(run.run(1), run.coordinator.buffers)
             recent.append(100 * evaluate(run.task, run.model.module, test, 512)["accuracy"])
         results.append(np.mean(recent))
     return f"{np.mean(results):.1f} ({min(results):.1f} to {max(results):.1f})"

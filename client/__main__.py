@@ -33,6 +33,8 @@ from client.commands.options import (
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 
+# Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
+
 cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,

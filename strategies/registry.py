@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from flwr.app import ConfigRecord
 from pydantic import ValidationError
 
 from common.errors import SettingsError, not_one_of
@@ -119,6 +120,11 @@ def resolve(experiment: Experiment) -> Experiment:
     return _settled(experiment)[1]
 
 
+def config_of(experiment: Experiment) -> ConfigRecord:
+    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
+    return ConfigRecord({"experiment": resolve(experiment).json()})
+
+
 def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     name = experiment.strategy.name
     entry = REGISTRY.get(name)
@@ -213,4 +219,4 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "create", "hyperparameter_names", "resolve"]
+__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "create", "hyperparameter_names", "resolve"]

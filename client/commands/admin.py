@@ -22,6 +22,8 @@ from client.commands.options import (
 )
 from common.errors import SettingsError
 
+# Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
+
 memories = typer.Typer(no_args_is_help=True, help="What the clients of this machine remember between rounds.")
 
 MemoryRoot = Annotated[

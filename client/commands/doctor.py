@@ -15,6 +15,8 @@ from common.deploy.addresses import ip_address, is_loopback
 from common.deploy.checks import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import SettingsError
 
+# Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
+
 READ_S, DEVICE_S = 8.0, 30.0
 
 OTHER_PORT = "clients join at the Fleet port (9092), not at the control port (8000) or at --metrics"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import grpc  # type: ignore[import-untyped]
+
+from client.node.access import Access
 from common.deploy.checks import Check
 
-if TYPE_CHECKING:
-    from client.node.access import Access
+# Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
+
 
 CALL_S = 4.0
 MOST_SHIFTS = 12
@@ -107,7 +110,6 @@ class FleetProbe:
         self, method: str, key: Any, request: Any, shift_s: float = 0.0, answers: list[Any] | None = None
     ) -> tuple[int | None, str]:
         """Make a call signed by `key` at a time `shift_s` seconds from now; returns Flower's error code and a text."""
-        import grpc  # type: ignore[import-untyped]
         from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
         from flwr.supercore.date import now
         from flwr.supercore.error import FlowerError

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 
 from common.errors import SettingsError
 
@@ -22,7 +23,7 @@ def arrow_table(table: Any, source: object) -> Table:
 
 
 def _from_arrow(chunks: Any, where: str) -> Column:
-    import pyarrow as pa
+    import pyarrow as pa  # 30 ms that only tables need
 
     array = pa.concat_arrays(chunks.chunks) if chunks.num_chunks else pa.array([], chunks.type)
     while isinstance(array.type, pa.BaseExtensionType):
@@ -45,7 +46,7 @@ def _from_arrow(chunks: Any, where: str) -> Column:
 
 def _nested(kind: Any) -> bool:
     """Whether an arrow type is of lists of numbers."""
-    import pyarrow as pa
+    import pyarrow as pa  # 30 ms that only tables need
 
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     deep = False
@@ -61,7 +62,7 @@ def _stacked(array: Any, where: str) -> NDArray[Any]:
         inner = array.flatten()
         if array.null_count or len(array) * (width := len(inner) // max(1, len(array))) != len(inner):
             raise SettingsError(f"{where}: lists of unequal length")
-        import pyarrow.compute as pc
+        import pyarrow.compute as pc  # 30 ms that only tables need
 
         if len(array) and pc.min_max(pc.list_value_length(array)).as_py() != {"min": width, "max": width}:
             raise SettingsError(f"{where}: lists of unequal length")
@@ -74,8 +75,6 @@ def _stacked(array: Any, where: str) -> NDArray[Any]:
 
 def _images(encoded: list[bytes | None], where: str) -> NDArray[np.uint8]:
     """Decoded images: (n, h, w) if all are grey, else (n, h, w, 3)."""
-    from PIL import Image, UnidentifiedImageError
-
     images: list[NDArray[np.uint8]] = []
     for row, content in enumerate(encoded):
         if content is None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from common.data.raw import Raw
 from common.files import replacing
@@ -85,8 +87,6 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _save(path: Path, raw: Raw) -> None:
-    from safetensors.numpy import save_file
-
     arrays = {name: np.ascontiguousarray(value) for name in ARRAYS if (value := getattr(raw, name)) is not None}
     for name in arrays.keys() & {"labels", "test_labels", "groups"}:
         arrays[name] = _integers(arrays[name])
@@ -104,8 +104,6 @@ def _integers(values: NDArray[Any]) -> NDArray[np.int64]:
 def _load(path: Path) -> Raw | None:
     """A file of the cache, mapped into memory: pages are read when they are used, and shared. None without one, or
     with one that cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118

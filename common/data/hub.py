@@ -66,7 +66,7 @@ def read_corpus(corpus: Corpus, part: str) -> tuple[Table, str]:
 
 def reachable() -> bool:
     """Whether the hub answers at all, within seconds: its own client retries for minutes."""
-    import httpx
+    import httpx  # 60 ms that only downloads need
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -96,7 +96,7 @@ def _download(corpus: Corpus, here: str) -> Any:
 @contextmanager
 def _offline(datasets: Any, active: bool) -> Iterator[None]:
     """The libraries' own offline mode, which they read from the environment when they are imported: only the cache."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants  # as above
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if active:

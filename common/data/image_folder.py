@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from common.data.raw import Raw
 from common.errors import SettingsError
@@ -25,8 +26,6 @@ def read_images(paths: Sequence[Path], shape: tuple[int, ...] | None, resize: bo
 
     With `resize` scaled to `shape`, else all must have the first one's size. Raises SettingsError naming the file.
     """
-    from PIL import Image
-
     size = (shape[1], shape[0]) if shape and resize else None
     grey = len(shape) == 2 or shape[2] == 1 if shape else all(_mode(path) in ("L", "1") for path in paths)
     images: NDArray[np.uint8] | None = None
@@ -53,8 +52,6 @@ def read_images(paths: Sequence[Path], shape: tuple[int, ...] | None, resize: bo
 
 
 def _mode(path: Path) -> str:
-    from PIL import Image
-
     try:
         with Image.open(path) as image:
             return str(image.mode)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
+from PIL import Image
 
 from common.data.cache import kept, stamp
 from common.data.raw import Raw
@@ -33,8 +34,6 @@ def read_mosaics(file: NpzFile, path: Path) -> Raw:
 
 def _images(file: NpzFile, part: str, tiles: int, path: Path) -> NDArray[np.uint8]:
     """(n, h, w, 3), in the order of the sheets, their rows and columns."""
-    from PIL import Image
-
     sheets: list[Any] = []
     while (key := f"{part}_jpeg_{len(sheets)}") in file.files:
         try:

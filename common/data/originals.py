@@ -21,7 +21,7 @@ def torchvision(kind: str) -> Fetch:
     """CIFAR-10 and CIFAR-100: `data` (n, 32, 32, 3) uint8, `targets` a list, `classes` names."""
 
     def fetch(root: Path, variant: str, download: bool) -> Raw:
-        from torchvision import datasets
+        from torchvision import datasets  # 1.5 s, and an extra that need not be installed
 
         train, test = (getattr(datasets, kind)(root, train=part, download=download) for part in (True, False))
         labels = [np.array(each.targets, np.int64) for each in (train, test)]
@@ -32,7 +32,7 @@ def torchvision(kind: str) -> Fetch:
 
 def mnist(root: Path, variant: str, download: bool) -> Raw:
     """MNIST's images with the writers that QMNIST found for them: column 2 of its targets (n, 8)."""
-    from torchvision import datasets
+    from torchvision import datasets  # 1.5 s, and an extra that need not be installed
 
     train, test = (datasets.MNIST(root, train=part, download=download) for part in (True, False))
     known = datasets.QMNIST(root, what="train", compat=False, download=download).targets
@@ -46,7 +46,7 @@ def mnist(root: Path, variant: str, download: bool) -> Raw:
 
 def emnist(root: Path, variant: str, download: bool) -> Raw:
     """A split of EMNIST, upright: its files hold the images transposed. The split `letters` counts from 1."""
-    from torchvision import datasets
+    from torchvision import datasets  # 1.5 s, and an extra that need not be installed
 
     parts = [datasets.EMNIST(root, split=variant, train=part, download=download) for part in (True, False)]
     shift = int(variant == "letters")
@@ -63,7 +63,7 @@ def hub(name: str, image: str, label: str, group: str | None, test: str | None) 
             raise FileNotFoundError(root)
         prepare()  # before flwr-datasets reads whether to report its use
         with library():
-            from flwr_datasets import FederatedDataset
+            from flwr_datasets import FederatedDataset  # 2.4 s that only downloads need
 
             source = FederatedDataset(dataset=name, partitioners={}, shuffle=False, cache_dir=str(root))
             parts = [source.load_split(split) for split in ("train", test) if split]

@@ -191,7 +191,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _read_parquet(path: Path) -> Table:
-    import pyarrow
+    import pyarrow  # 30 ms that only tables need
     from pyarrow import parquet
 
     try:

@@ -118,7 +118,7 @@ def versions(packages: Iterable[str] = ("flwr", "torch", "grpcio", "protobuf", "
     else:
         try:
             flower.check_version()
-            import flwr.proto.fleet_pb2_grpc  # noqa: F401
+            import flwr.proto.fleet_pb2_grpc  # noqa: F401  # what a doctor looks for may be missing
         except Exception as error:
             fault, advice = str(error), "pip install -e . -c constraints.txt"
     yield Check("versions", not fault, fault or ", ".join(found), advice)

@@ -10,13 +10,12 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from cryptography import x509
 
 from common.deploy.addresses import ip_address
 from common.deploy.checks import Check, within
-
-if TYPE_CHECKING:
-    from cryptography.x509 import Certificate
 
 DNS_S, CONNECT_S, ANSWER_S = 4.0, 3.0, 3.0
 SOON = datetime.timedelta(days=30)
@@ -145,10 +144,8 @@ def shakes_hands(certificate: Path, key: Path, ca: Path) -> str:
     return ""
 
 
-def names_of(certificate: Certificate) -> list[str]:
+def names_of(certificate: x509.Certificate) -> list[str]:
     """DNS names and IP addresses that a certificate is good for."""
-    from cryptography import x509
-
     try:
         return [
             str(name.value)
@@ -158,7 +155,7 @@ def names_of(certificate: Certificate) -> list[str]:
         return []
 
 
-def covers(certificate: Certificate, host: str) -> bool:
+def covers(certificate: x509.Certificate, host: str) -> bool:
     """Whether a certificate is good for a host; a name's first label may be a wildcard."""
     if address := ip_address(host):
         return str(address) in names_of(certificate)
@@ -167,7 +164,7 @@ def covers(certificate: Certificate, host: str) -> bool:
     return any(name.lower() in (wanted, f"*.{parent}" if parent else "") for name in names_of(certificate))
 
 
-def lasts(name: str, certificate: Certificate, renew: str) -> Check:
+def lasts(name: str, certificate: x509.Certificate, renew: str) -> Check:
     """Whether a certificate is valid now and for the next month."""
     now = datetime.datetime.now(datetime.UTC)
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc

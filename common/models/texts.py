@@ -190,7 +190,7 @@ def _gpt2(settings: ModelSettings, classes: int, vocabulary: int) -> nn.Module:
 def _with_adapters(settings: ModelSettings, transformer: Any) -> nn.Module:
     """LoRA (arXiv 2106.09685): W x + (alpha/r) B A x with trainable A (r, in) and B (out, r), all else frozen."""
     try:
-        import peft
+        import peft  # 3.8 s, and an extra that need not be installed
     except ImportError as error:
         raise SettingsError(
             f"task.lora_rank = {settings.lora_rank} needs peft: install the extra `text`: {error}"
@@ -226,7 +226,7 @@ def _transformers(settings: ModelSettings) -> Iterator[tuple[Any, dict[str, Any]
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     what = f"task.pretrained = {settings.pretrained!r}" if settings.pretrained else f"task.model = {settings.model!r}"
     try:
-        import transformers
+        import transformers  # 0.7 s, and an extra that need not be installed
     except ImportError as error:
         raise SettingsError(f"{what} needs transformers: install the extra `text`: {error}") from None
     said: Any = transformers.logging

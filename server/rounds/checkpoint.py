@@ -15,7 +15,7 @@ from common.errors import SettingsError
 from common.files import replacing
 from common.tensor_files import Damaged, read_tensors, unshared
 from common.vector import State, sha256
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 
 FORMAT = "1"
 
@@ -50,23 +50,23 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._kept: dict[int, tuple[int, dict[str, int]]] = {}  # round -> generation, accepted
 
-    def save(self, course: Course) -> None:
-        """Begin to write the course's present state; waits for the write before it."""
+    def save(self, coordinator: Coordinator) -> None:
+        """Begin to write the coordinator's present state; waits for the write before it."""
         self.wait()
         about = {
             "format": FORMAT,
             "identity": self._identity,
-            "round": str(course.round),
-            "run": course.run,
-            "generation": str(course.generation),
-            "accepted": json.dumps(course.accepted),
-            "known": json.dumps(course.known),
+            "round": str(coordinator.round),
+            "run": coordinator.run,
+            "generation": str(coordinator.generation),
+            "accepted": json.dumps(coordinator.accepted),
+            "known": json.dumps(coordinator.known),
         }
-        tensors = {f"state/{k}": v for k, v in course.state.items()}
-        tensors |= {f"buffers/{k}": v for k, v in course.buffers.items()}
-        tensors |= {f"copies/{k}": v for k, v in course.copies.items()}
-        tensors |= {f"downlink/{k}": v for k, v in course.downlink.items()}
-        self._pending = self._writer.submit(self._write, course.round, tensors, about)
+        tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
+        tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
+        tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
+        tensors |= {f"downlink/{k}": v for k, v in coordinator.downlink.items()}
+        self._pending = self._writer.submit(self._write, coordinator.round, tensors, about)
 
     def wait(self) -> None:
         """Until the write under way is on disk; raises its error."""

@@ -13,7 +13,7 @@ from common.tasks.base import Task
 from common.tasks.base import evaluate as evaluate_model
 from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, read_reply
 
 Summary = dict[str, dict[str, float | int | str]]
@@ -21,7 +21,7 @@ Results = Mapping[str, tuple[int, Mapping[str, float]]]
 
 
 class Evaluation:
-    """Evaluates the course's model as `[evaluate]` says."""
+    """Evaluates the coordinator's model as `[evaluate]` says."""
 
     def __init__(self, task: Task, model: FlatModel, experiment: Experiment) -> None:
         self._task = task
@@ -38,20 +38,22 @@ class Evaluation:
         """Every so many rounds, and always after the last."""
         return round % self._settings.every == 0 or round == self._last
 
-    def central(self, course: Course) -> dict[str, float]:
+    def central(self, coordinator: Coordinator) -> dict[str, float]:
         """Means over the server's test set; {} without one."""
         if self._central is None:
             return {}
-        self._model.load(course.state["model"], course.buffers)
+        self._model.load(coordinator.state["model"], coordinator.buffers)
         return evaluate_model(self._task, self._model.module, self._central, self._settings.batch_size)
 
-    def clients(self, course: Course, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Results:
+    def clients(self, coordinator: Coordinator, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Results:
         """Client -> number of examples and metrics on its own examples; {} if not asked for."""
         if self._clients == "none":
             return {}
         chosen = set(sampled) if self._clients == "sampled" else set(roster.members)
         names = [name for name in roster.evaluators if name in chosen]
-        messages = course.evaluation_messages(course.round, [roster.members[n] for n in names], self._deadline)
+        messages = coordinator.evaluation_messages(
+            coordinator.round, [roster.members[n] for n in names], self._deadline
+        )
         replies = exchange.run(messages, self._deadline)
         results: dict[str, tuple[int, Mapping[str, float]]] = {}
         for name in names:
@@ -59,7 +61,7 @@ class Evaluation:
                 if name not in replies:
                     raise Refused("timed out")
                 reply = read_reply(replies[name])
-                course.check_evaluation(roster.members[name], reply)
+                coordinator.check_evaluation(roster.members[name], reply)
                 results[name] = (reply.head.examples, reply.metrics)
             except Refused:
                 continue

@@ -23,7 +23,7 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.base import Upload
 from strategies.protocol import wire
-from strategies.protocol.coordinator import Course, NotFinite
+from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
 from strategies.protocol.messages import Refused, read_reply, usable
 from strategies.registry import cautions
@@ -81,39 +81,39 @@ class Rounds:
         Raises SettingsError before round 1, RunError when rounds bring no progress, and Stopped if `stop` asked for
         it: then the round in hand is either finished or as if it had never begun.
         """
-        course = self._resumed() if resume else self._fresh()
+        coordinator = self._resumed() if resume else self._fresh()
         # Whoever follows the history from outside shows what comes after this round.
-        about = {"rounds": self._experiment.rounds, "after": course.round, "plan": self._task.plan_hash()}
+        about = {"rounds": self._experiment.rounds, "after": coordinator.round, "plan": self._task.plan_hash()}
         if not resume:
-            about["initial"] = vector.sha256({"model": course.state["model"], **course.buffers})
+            about["initial"] = vector.sha256({"model": coordinator.state["model"], **coordinator.buffers})
         self._folder.set_status("running", **about)
         self._folder.save_settings(self._experiment)
         try:
-            if course.round >= self._experiment.rounds:
-                return self._conclude(course)
-            roster = self._roll(course)
+            if coordinator.round >= self._experiment.rounds:
+                return self._conclude(coordinator)
+            roster = self._roll(coordinator)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             if not resume:
-                self._checkpoints.save(course)
-            for round in range(course.round + 1, self._experiment.rounds + 1):
+                self._checkpoints.save(coordinator)
+            for round in range(coordinator.round + 1, self._experiment.rounds + 1):
                 if self._stop() is not None:
                     raise Stopped
-                self._round(round, course, roster, exchange)
-            return self._conclude(course)
+                self._round(round, coordinator, roster, exchange)
+            return self._conclude(coordinator)
         finally:
             self._checkpoints.close()
 
-    def _conclude(self, course: Course) -> Record:
-        self._model.load(course.state["model"], course.buffers)
+    def _conclude(self, coordinator: Coordinator) -> Record:
+        self._model.load(coordinator.state["model"], coordinator.buffers)
         self._folder.save_model(self._model.named_tensors())
         return (self._folder.history() or [{}])[-1]
 
-    def _fresh(self) -> Course:
+    def _fresh(self) -> Coordinator:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
         name = f"{self._experiment.name}-{uuid.uuid4().hex[:12]}"
-        return Course.begin(self._strategy, self._experiment, name, self._model)
+        return Coordinator.begin(self._strategy, self._experiment, name, self._model)
 
-    def _resumed(self) -> Course:
+    def _resumed(self) -> Coordinator:
         kept = self._checkpoints.latest()
         before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
         if before and before != now:
@@ -123,7 +123,7 @@ class Rounds:
             )
         self._folder.cut_history(kept.round)
         model = self._model
-        course = Course(
+        coordinator = Coordinator(
             self._strategy,
             self._experiment,
             kept.run,
@@ -134,14 +134,14 @@ class Rounds:
             kept.copies,
             kept.downlink,
         )
-        course.known, course.accepted = kept.known, kept.accepted
-        course.generation, course.round = kept.generation, kept.round
+        coordinator.known, coordinator.accepted = kept.known, kept.accepted
+        coordinator.generation, coordinator.round = kept.generation, kept.round
         self._say(f"resuming after round {kept.round}")
-        return course
+        return coordinator
 
-    def _roll(self, course: Course) -> Roster:
+    def _roll(self, coordinator: Coordinator) -> Roster:
         settings = self._experiment.round
-        roster = Roster(self._grid, self._experiment, course, self._task.plan_hash(), self._say, self._stop)
+        roster = Roster(self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
         roster.wait(count, settings.deadline_s, self._strict)
         trainers = roster.trainers
@@ -155,16 +155,16 @@ class Rounds:
         if idle := sorted(roster.members.keys() - set(trainers)):
             more = ", ..." if len(idle) > 10 else ""
             self._say(f"{len(idle)} clients hold no training example and are never asked: {', '.join(idle[:10])}{more}")
-        steps = course.pace.most(roster.members.values(), self._experiment.local.epochs)
+        steps = coordinator.participation.most(roster.members.values(), self._experiment.local.epochs)
         for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")
         return roster
 
-    def _round(self, round: int, course: Course, roster: Roster, exchange: Exchange) -> None:
+    def _round(self, round: int, coordinator: Coordinator, roster: Roster, exchange: Exchange) -> None:
         started = time.perf_counter()
         void: list[Record] = []
         for number in range(self._experiment.round.max_void):
-            attempt = self._attempt(round, number, course, roster, exchange)
+            attempt = self._attempt(round, number, coordinator, roster, exchange)
             if not attempt.cause:
                 break
             void.append(
@@ -178,52 +178,54 @@ class Rounds:
             self._say(f"round {round} is void: {attempt.cause}")
         else:
             raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {attempt.cause}")
-        record = self._record(round, course, attempt, void, exchange)
+        record = self._record(round, coordinator, attempt, void, exchange)
         with _timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
-                record["central"] = self._evaluation.central(course)
-                found = self._evaluation.clients(course, roster, exchange, attempt.sampled)
+                record["central"] = self._evaluation.central(coordinator)
+                found = self._evaluation.clients(coordinator, roster, exchange, attempt.sampled)
                 # A client's own model is another thing than the global one on its data.
                 record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
                 record["each"] = each(found)
-                record["task"] = describe(self._task, course.state["model"])
+                record["task"] = describe(self._task, coordinator.state["model"])
         with _timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
         self._folder.append(record)
         if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
-            self._checkpoints.save(course)
+            self._checkpoints.save(coordinator)
         self._show(record)
 
-    def _attempt(self, round: int, number: int, course: Course, roster: Roster, exchange: Exchange) -> Attempt:
+    def _attempt(
+        self, round: int, number: int, coordinator: Coordinator, roster: Roster, exchange: Exchange
+    ) -> Attempt:
         settings = self._experiment.round
-        quorum = settings.quorum or ((settings.sample or course.trainers) + 1) // 2
+        quorum = settings.quorum or ((settings.sample or coordinator.trainers) + 1) // 2
         if not roster.gather(quorum, settings.deadline_s):
             here = ", ".join(sorted(roster.trainers)) or "none"
             return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
-        present = course.pace.present(round, number, roster.trainers)
+        present = coordinator.participation.present(round, number, roster.trainers)
         if len(present) < quorum:
             return Attempt([], cause=f"{len(present)} of {len(roster.trainers)} clients are present, quorum {quorum}")
         wanted = min(settings.sample or len(roster.trainers), len(present))
         everyone = sample(self._experiment.seed, round, number, present, wanted + settings.over_select)
         attempt, informed = Attempt(everyone), None
         members = [roster.members[name] for name in everyone]
-        late = course.pace.late(round, members)
-        attempt.clock = course.pace.clock(round, members)
+        late = coordinator.participation.late(round, members)
+        attempt.clock = coordinator.participation.clock(round, members)
         attempt.dropped, attempt.causes = late, dict.fromkeys(late, "late")
         sampled = [name for name in everyone if name not in late]
         wanted = min(wanted, len(sampled))
         enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
         if self._strategy.survey:
-            uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, phase="survey")
+            uploads = self._ask(round, attempt, coordinator, roster, exchange, sampled, enough, phase="survey")
             sampled = [upload.name for upload in uploads]
             with _timed(attempt.seconds, "aggregate"):
-                informed = self._inform(round, course, attempt, uploads, quorum)
+                informed = self._inform(round, coordinator, attempt, uploads, quorum)
         if not attempt.cause:
-            attempt.uploads = self._ask(round, attempt, course, roster, exchange, sampled, enough, informed)
+            attempt.uploads = self._ask(round, attempt, coordinator, roster, exchange, sampled, enough, informed)
             with _timed(attempt.seconds, "aggregate"):
-                self._advance(round, course, attempt, quorum, informed)
+                self._advance(round, coordinator, attempt, quorum, informed)
         roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
         return attempt
 
@@ -231,7 +233,7 @@ class Rounds:
         self,
         round: int,
         attempt: Attempt,
-        course: Course,
+        coordinator: Coordinator,
         roster: Roster,
         exchange: Exchange,
         names: list[str],
@@ -241,10 +243,10 @@ class Rounds:
     ) -> list[Upload]:
         """One exchange with the clients named, with a deadline of its own: their valid uploads."""
         with _timed(attempt.seconds, "broadcast"):
-            course.keep = self._checkpoints.asked(course.generation)
+            coordinator.keep = self._checkpoints.asked(coordinator.generation)
             members = [roster.members[name] for name in names]
             ttl = self._experiment.round.deadline_s + TTL_MARGIN_S
-            messages = course.messages(round, members, ttl, informed, phase)
+            messages = coordinator.messages(round, members, ttl, informed, phase)
             attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
         with _timed(attempt.seconds, "collect"):
             replies = exchange.run(messages, self._experiment.round.deadline_s, enough)
@@ -252,12 +254,12 @@ class Rounds:
                 raise Stopped
         with _timed(attempt.seconds, "aggregate"):
             missing = "late" if enough and enough(replies) else "timed out"
-            return self._judge(round, course, attempt, replies, names, missing, phase)
+            return self._judge(round, coordinator, attempt, replies, names, missing, phase)
 
     def _judge(
         self,
         round: int,
-        course: Course,
+        coordinator: Coordinator,
         attempt: Attempt,
         replies: Mapping[str, Message],
         names: list[str],
@@ -271,53 +273,61 @@ class Rounds:
                     raise Refused(missing)
                 reply = read_reply(replies[name])
                 attempt.bytes_up += reply.bytes
-                uploads.append(course.check(round, name, reply, phase))
+                uploads.append(coordinator.check(round, name, reply, phase))
             except Refused as error:
                 attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost" and course.lost_memory(name):
+                if error.cause == "memory-lost" and coordinator.lost_memory(name):
                     attempt.lost.append(name)
         return uploads
 
-    def _inform(self, round: int, course: Course, attempt: Attempt, uploads: list[Upload], quorum: int) -> State | None:
+    def _inform(
+        self, round: int, coordinator: Coordinator, attempt: Attempt, uploads: list[Upload], quorum: int
+    ) -> State | None:
         """The state after a first exchange, or None and the cause for which the try is void."""
         if attempt.lost or len(uploads) < quorum:
             attempt.uploads = uploads
-            self._advance(round, course, attempt, quorum, None)
+            self._advance(round, coordinator, attempt, quorum, None)
             return None
         try:
-            return course.inform(round, uploads)
+            return coordinator.inform(round, uploads)
         except NotFinite as error:
             attempt.cause = str(error)
             return None
 
-    def _advance(self, round: int, course: Course, attempt: Attempt, quorum: int, informed: State | None) -> None:
+    def _advance(
+        self, round: int, coordinator: Coordinator, attempt: Attempt, quorum: int, informed: State | None
+    ) -> None:
         if attempt.lost:
-            course.new_generation()
-            attempt.cause = f"client memory of {', '.join(attempt.lost)} is lost: new generation {course.generation}"
+            coordinator.new_generation()
+            attempt.cause = (
+                f"client memory of {', '.join(attempt.lost)} is lost: new generation {coordinator.generation}"
+            )
         elif len(attempt.uploads) < quorum:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in attempt.dropped.items())
             attempt.cause = f"{len(attempt.uploads)} valid uploads, quorum {quorum} ({reasons})"
         else:
             try:
-                attempt.uploads = course.advance(round, attempt.uploads, informed)
+                attempt.uploads = coordinator.advance(round, attempt.uploads, informed)
             except NotFinite as error:
                 attempt.cause = str(error)
 
-    def _record(self, round: int, course: Course, attempt: Attempt, void: list[Record], exchange: Exchange) -> Record:
+    def _record(
+        self, round: int, coordinator: Coordinator, attempt: Attempt, void: list[Record], exchange: Exchange
+    ) -> Record:
         uploads = attempt.uploads
         leading = next(iter(self._strategy.expects({})))
         norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
         drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
         return {
             "round": round,
-            "generation": course.generation,
+            "generation": coordinator.generation,
             "sampled": attempt.sampled,
             "accepted": [upload.name for upload in uploads],
             "dropped": attempt.dropped,
             "causes": attempt.causes,
             "void": void,
             "late": exchange.late,
-            "lr": course.lr(round),
+            "lr": coordinator.lr(round),
             "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},
@@ -326,7 +336,7 @@ class Rounds:
             "bytes_down": attempt.bytes_down,
             "bytes_up": attempt.bytes_up,
             "drift": drift,
-            "sha256": vector.sha256({"model": course.state["model"], **course.buffers}),
+            "sha256": vector.sha256({"model": coordinator.state["model"], **coordinator.buffers}),
         }
 
 

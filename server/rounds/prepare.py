@@ -11,7 +11,7 @@ from common.experiment import Experiment
 from common.model import FlatModel, build
 from common.tasks.base import Task
 from strategies.base import FederatedStrategy
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
 from strategies.registry import create, resolve
 
 
@@ -49,7 +49,7 @@ def prepare(experiment: Experiment) -> Prepared:
         raise SettingsError(
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
-    Pace(experiment).check(task.names())
+    Participation(experiment).check(task.names())
     return Prepared(experiment, strategy, task, model)
 
 

@@ -15,7 +15,7 @@ from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange
 from server.rounds.stopping import Stop, Stopped
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, members_of, roll_messages
 from strategies.protocol.messages import Refused
 
@@ -31,7 +31,7 @@ class Roster:
         self,
         grid: Grid,
         experiment: Experiment,
-        course: Course,
+        coordinator: Coordinator,
         plan: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
@@ -40,7 +40,7 @@ class Roster:
         self.in_flight: dict[int, int] = {}
         self._grid = grid
         self._experiment = experiment
-        self._course = course
+        self._coordinator = coordinator
         self._plan = plan
         self._say = say
         self._stop = stop
@@ -149,14 +149,14 @@ class Roster:
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
-        messages = roll_messages(self._experiment, self._course.run, nodes, ttl=deadline)
+        messages = roll_messages(self._experiment, self._coordinator.run, nodes, ttl=deadline)
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
         exchange = Exchange(self._grid, stop=self._stop)
         return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
-        members, in_flight = members_of(node, reply, self._course.layout, self._plan)
+        members, in_flight = members_of(node, reply, self._coordinator.layout, self._plan)
         for member in members:
             name = member.name
             if info.name and name != info.name:
@@ -165,7 +165,7 @@ class Roster:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
-        self._course.admit(members)
+        self._coordinator.admit(members)
         self.members |= {member.name: member for member in members}
         self.in_flight[node] = in_flight
         self._nodes[node] = _stamp(info)

@@ -1,4 +1,4 @@
-"""The course of a run: server state, roll and acknowledgements, and how one round changes them.
+"""The coordinator of a run: server state, clients and acknowledgements, and how one round changes them.
 
 Here the four methods are carried over messages, once for all algorithms. `server/rounds/loop.py` adds the waiting.
 """
@@ -19,12 +19,13 @@ from common.experiment import Experiment
 from common.model import FlatModel
 from common.seeds import derive
 from common.vector import Layout, State
-from strategies.base import FederatedStrategy, Upload, all_finite
 from strategies.protocol import wire
+from strategies.protocol.algorithm import Algorithm, all_finite
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member
 from strategies.protocol.messages import EvaluateHead, Refused, Reply, TrainHead, content_of
-from strategies.protocol.participation import Pace
+from strategies.protocol.participation import Participation
+from strategies.protocol.work import Upload
 
 
 class NotFinite(ArithmeticError):
@@ -32,7 +33,7 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass
-class Course:
+class Coordinator:
     """Everything of a run that changes, on the server's side.
 
     `layout` is the model's hash, `slots` name -> slot in it. `state` and `buffers` are the model and what the algorithm
@@ -42,7 +43,7 @@ class Course:
     may ask for; `order` that of the last messages; `assigned` what each client was assigned in them.
     """
 
-    strategy: FederatedStrategy
+    strategy: Algorithm
     experiment: Experiment
     run: str
     layout: str
@@ -63,13 +64,13 @@ class Course:
         self._codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
-        self.pace = Pace(self.experiment)
+        self.participation = Participation(self.experiment)
         self._most: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
-    def begin(cls, strategy: FederatedStrategy, experiment: Experiment, run: str, model: FlatModel) -> Course:
-        """The course before round 1, with the model's present weights and buffers."""
+    def begin(cls, strategy: Algorithm, experiment: Experiment, run: str, model: FlatModel) -> Coordinator:
+        """The coordinator before round 1, with the model's present weights and buffers."""
         buffers = {name: value.clone() for name, value in model.buffers.items()}
         state = strategy.init(model.vector.clone())
         return cls(strategy, experiment, run, model.layout_hash, model.layout, state, buffers)
@@ -156,8 +157,9 @@ class Course:
         buffers = wire.to_records(self.buffers)
         self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
         text, total = self.experiment.json(), self.total
-        budgets = {member.name: self.pace.budget(round, member) for member in members}
-        self._most = {member.name: self.strategy.passes * self.pace.most_steps(round, member) for member in members}
+        budgets = {member.name: self.participation.budget(round, member) for member in members}
+        most = {member.name: self.participation.most_steps(round, member) for member in members}
+        self._most = {name: self.strategy.passes * steps for name, steps in most.items()}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
         return {

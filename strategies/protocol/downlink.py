@@ -11,7 +11,7 @@ goes along, and a client that misses it is sent everything next time. Scalars an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,9 +19,7 @@ from common.compression import compressors
 from common.experiment import Experiment
 from common.seeds import derive
 from common.vector import Layout, State, sha256
-
-if TYPE_CHECKING:
-    from strategies.base import FederatedStrategy
+from strategies.protocol.algorithm import Algorithm
 
 HELD = "held."
 """Prefix in client memory of what was received."""
@@ -34,7 +32,7 @@ class NotHeld(LookupError):
 class Downlink:
     """Both ends of the way. `mode` as in the module's text; the server's copies are a State of their own."""
 
-    def __init__(self, strategy: FederatedStrategy, experiment: Experiment, layout: Layout) -> None:
+    def __init__(self, strategy: Algorithm, experiment: Experiment, layout: Layout) -> None:
         self._strategy, self._seed = strategy, experiment.seed
         settings = experiment.compression
         self._coder = None

@@ -12,30 +12,30 @@ from flwr.serverapp import Grid
 
 from common import tasks
 from common.errors import RunError, SettingsError
-from common.experiment import Experiment
 from common.model import build
 from common.vector import BUFFERS, State
-from strategies.base import FederatedStrategy, Upload
 from strategies.protocol import wire
-from strategies.protocol.coordinator import Course, NotFinite
+from strategies.protocol.algorithm import Algorithm
+from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import Member, members_of, roll_messages, sample
 from strategies.protocol.messages import Refused, Reply, read_experiment, read_reply
+from strategies.protocol.work import Upload
 
 MODEL = "model"
 
 
 class FlowerLoop:
-    """The course behind one call of `start`."""
+    """The coordinator behind one call of `start`."""
 
-    def __init__(self, course: Course, members: Mapping[str, Member]) -> None:
-        self._course = course
+    def __init__(self, coordinator: Coordinator, members: Mapping[str, Member]) -> None:
+        self._coordinator = coordinator
         self._members = members
         self._asked: dict[str, Message] = {}
         self._informed: State | None = None
 
     @classmethod
-    def begin(cls, strategy: FederatedStrategy, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
-        """Call the roll once and put the initial arrays ("model", "buffers.*") on course.
+    def begin(cls, strategy: Algorithm, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
+        """Call the roll once and start a coordinator from the initial arrays ("model", "buffers.*").
 
         Raises SettingsError for a node that must not take part and RunError if there is none.
         """
@@ -46,10 +46,10 @@ class FlowerLoop:
         model = build(task, experiment.seed, personal=experiment.personal.parts, check=strategy.check_model)
         layout, given = model.layout_hash, wire.from_records(arrays)
         model.load(given[MODEL], {name: value for name, value in given.items() if name.startswith(BUFFERS)})
-        course = Course.begin(strategy, experiment, experiment.name, model)
+        coordinator = Coordinator.begin(strategy, experiment, experiment.name, model)
         deadline = experiment.round.deadline_s
         replies = grid.send_and_receive(
-            roll_messages(experiment, course.run, grid.get_node_ids(), deadline), timeout=deadline
+            roll_messages(experiment, coordinator.run, grid.get_node_ids(), deadline), timeout=deadline
         )
         members: dict[str, Member] = {}
         for reply in replies:
@@ -63,29 +63,29 @@ class FlowerLoop:
                     raise SettingsError(f"client {member.name!r} is here twice, on nodes {node} and {member.node}")
         if not any(member.examples for member in members.values()):
             raise RunError("no client answered the roll call")
-        course.admit(members.values())
-        return cls(course, members)
+        coordinator.admit(members.values())
+        return cls(coordinator, members)
 
     def open_round(self, round: int, grid: Grid) -> Iterable[Message]:
         """TRAIN messages for the clients of this round, after a first exchange with them if the algorithm has one."""
-        course = self._course
+        coordinator = self._coordinator
         trainers = [name for name, member in self._members.items() if member.examples]
-        settings = course.experiment.round
-        present = course.pace.present(round, 0, trainers)
-        chosen = sample(course.experiment.seed, round, 0, present, settings.sample or len(trainers))
-        late = course.pace.late(round, [self._members[name] for name in chosen])
+        settings = coordinator.experiment.round
+        present = coordinator.participation.present(round, 0, trainers)
+        chosen = sample(coordinator.experiment.seed, round, 0, present, settings.sample or len(trainers))
+        late = coordinator.participation.late(round, [self._members[name] for name in chosen])
         chosen = [name for name in chosen if name not in late]
         self._informed = None
-        if course.strategy.survey:
+        if coordinator.strategy.survey:
             self._asked = self._messages(round, chosen, phase="survey")
             replies = grid.send_and_receive(self._asked.values(), timeout=settings.deadline_s)
             uploads, lost = self._judge(round, replies, "survey")
             if lost:
-                course.new_generation()
+                coordinator.new_generation()
                 uploads = []
             chosen = sorted(upload.name for upload in uploads)
             try:
-                self._informed = course.inform(round, uploads) if uploads else None
+                self._informed = coordinator.inform(round, uploads) if uploads else None
             except NotFinite as error:
                 chosen = []
                 print(f"round {round} is void: {error}", flush=True)
@@ -94,20 +94,20 @@ class FlowerLoop:
 
     def _messages(self, round: int, names: Iterable[str], phase: str = "") -> dict[str, Message]:
         members = [self._members[name] for name in names]
-        return self._course.messages(
-            round, members, self._course.experiment.round.deadline_s, self._informed, phase=phase
+        return self._coordinator.messages(
+            round, members, self._coordinator.experiment.round.deadline_s, self._informed, phase=phase
         )
 
     def close_round(self, round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the valid replies; lost client memory starts a new generation and leaves the model as it is."""
         uploads, lost = self._judge(round, replies)
         if lost:
-            self._course.new_generation()
+            self._coordinator.new_generation()
             return None, None
         if not uploads:
             return None, None
         try:
-            uploads = self._course.advance(round, uploads, self._informed)
+            uploads = self._coordinator.advance(round, uploads, self._informed)
         except NotFinite as error:
             print(f"round {round} is void: {error}", flush=True)
             return None, None
@@ -117,7 +117,7 @@ class FlowerLoop:
 
     def _judge(self, round: int, replies: Iterable[Message], phase: str = "") -> tuple[list[Upload], bool]:
         """The valid uploads, and whether memory is lost that server state is bound to."""
-        uploads, lost, course = [], False, self._course
+        uploads, lost, coordinator = [], False, self._coordinator
         names = {message.metadata.message_id: name for name, message in self._asked.items()}
         for message in replies:
             name = None
@@ -125,10 +125,10 @@ class FlowerLoop:
                 reply = read_reply(message)
                 if (name := names.pop(message.metadata.reply_to_message_id, None)) is None:
                     raise Refused("mismatch", "a reply to no message of this round, or a second one")
-                uploads.append(course.check(round, name, reply, phase))
+                uploads.append(coordinator.check(round, name, reply, phase))
             except Refused as error:
                 if error.cause == "memory-lost" and name is not None:
-                    lost |= course.lost_memory(name)
+                    lost |= coordinator.lost_memory(name)
                 print(
                     f"round {round}: reply of node {message.metadata.src_node_id} dropped: {error}",
                     flush=True,
@@ -138,8 +138,8 @@ class FlowerLoop:
     def open_evaluation(self, round: int) -> Iterable[Message]:
         """EVALUATE messages for all clients that hold evaluation examples."""
         holders = [member for _, member in sorted(self._members.items()) if member.evaluation]
-        deadline = self._course.experiment.round.deadline_s
-        return list(self._course.evaluation_messages(round, holders, deadline).values())
+        deadline = self._coordinator.experiment.round.deadline_s
+        return list(self._coordinator.evaluation_messages(round, holders, deadline).values())
 
     def close_evaluation(self, replies: Iterable[Message]) -> MetricRecord | None:
         """Means weighted by evaluation examples."""
@@ -148,7 +148,7 @@ class FlowerLoop:
             try:
                 reply = read_reply(message)
                 if member := self._members.get(reply.head.client):
-                    self._course.check_evaluation(member, reply)
+                    self._coordinator.check_evaluation(member, reply)
                     results[member.name] = reply
             except Refused:
                 continue
@@ -160,11 +160,4 @@ class FlowerLoop:
         return MetricRecord({key: value / total for key, value in sums.items()}) if total else None
 
     def _arrays(self) -> ArrayRecord:
-        return wire.to_records({MODEL: self._course.state[MODEL], **self._course.buffers})
-
-
-def config_of(experiment: Experiment) -> ConfigRecord:
-    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    from strategies.registry import resolve
-
-    return ConfigRecord({"experiment": resolve(experiment).json()})
+        return wire.to_records({MODEL: self._coordinator.state[MODEL], **self._coordinator.buffers})

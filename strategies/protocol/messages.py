@@ -13,8 +13,8 @@ from flwr.common.constant import ErrorCode
 from common.experiment import Experiment
 from common.settings import checked
 from common.vector import State
-from strategies.base import Upload
 from strategies.protocol import wire
+from strategies.protocol.work import Upload
 
 HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
 

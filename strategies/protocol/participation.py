@@ -37,7 +37,7 @@ class Budget:
     late: str = ""
 
 
-class Pace:
+class Participation:
     """`[speed]` and `[presence]` of an experiment. Raises SettingsError for a file that cannot be used."""
 
     def __init__(self, experiment: Experiment) -> None:

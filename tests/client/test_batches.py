@@ -19,12 +19,12 @@ def test_batch_norm_with_a_last_batch_of_one(strategy: str) -> None:
     buffers keep dtype and shape, the frozen layer keeps its bits and is no part of the vector."""
     simulation = simulate(Tiny(sizes=(5, 5)), strategy)
     frozen = simulation.model.module[0].weight.clone()
-    kinds = {name: (value.dtype, value.shape) for name, value in simulation.course.buffers.items()}
+    kinds = {name: (value.dtype, value.shape) for name, value in simulation.coordinator.buffers.items()}
     assert kinds == {COUNTER: (torch.int64, (1,)), STATISTICS: (torch.float32, (16,))}
     for round in (1, 2):
         uploads = simulation.step()
         assert [upload.steps for upload in uploads] == [2, 2]
-        buffers = simulation.course.buffers
+        buffers = simulation.coordinator.buffers
         assert {name: (value.dtype, value.shape) for name, value in buffers.items()} == kinds
         assert buffers[COUNTER].tolist() == [2 * round]
         assert not torch.equal(buffers[STATISTICS], torch.cat([torch.zeros(8), torch.ones(8)]))
@@ -37,7 +37,7 @@ def test_batch_norm_with_a_last_batch_of_one(strategy: str) -> None:
 def test_a_client_of_one_example_trains_on_running_statistics() -> None:
     """BatchNorm cannot normalize over one value: such a client uses and leaves the received statistics."""
     simulation = simulate()
-    received = copies(simulation.course.buffers)
+    received = copies(simulation.coordinator.buffers)
     upload = simulation.train("1")
     assert (upload.examples, upload.steps) == (1, 1)
     assert float(upload.vectors["delta"].abs().max()) > 0
@@ -88,7 +88,7 @@ def test_full_gradient_leaves_batch_norm_alone() -> None:
     work = simulation.work("0")
     gradient = work.full_gradient()
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
-    received = simulation.course.buffers
+    received = simulation.coordinator.buffers
     assert all(torch.equal(value, received[name]) for name, value in simulation.model.buffers.items())
     assert task.batches == []
     assert torch.equal(work.vector, simulation.x)

@@ -47,7 +47,7 @@ def test_steps_replace_epochs_and_a_clients_own_steps_replace_both() -> None:
 
 def order(task: Tiny, name: str, seed: int = 0, rounds: int = 0) -> list[list[int]]:
     simulation = simulate(task, seed=seed)
-    simulation.course.round = rounds
+    simulation.coordinator.round = rounds
     task.batches.clear()
     for _ in simulation.work(name).steps():
         pass
@@ -118,7 +118,7 @@ def test_dropout_is_reproducible() -> None:
     torch.manual_seed(5)
     again, plain = simulation.train("0"), simulate(Tiny(sizes=(8, 8))).train("0")
     assert sha256(again.vectors) == sha256(first.vectors) != sha256(plain.vectors)
-    simulation.course.round = 1
+    simulation.coordinator.round = 1
     assert sha256(simulation.train("0").vectors) != sha256(first.vectors)
 
 

@@ -150,7 +150,7 @@ def test_flower_logs_once_in_the_same_form_whenever_it_is_imported(order: str) -
     """In a process of its own: flwr adds its handler when it is imported."""
     steps = ["from flwr.supercore.logger import log", "logs.configure('json')"]
     code = "\n".join([
-        "import logging, sys", "from common import logs", *(steps if order == "before" else steps[::-1]),
+        "import logging, sys", "from common.deploy import logs", *(steps if order == "before" else steps[::-1]),
         "log(logging.WARNING, 'first'); log(logging.INFO, 'info'); log(logging.WARNING, 'second')",
         "threading = __import__('threading')",
         "t = threading.Thread(target=lambda: 1 / 0, name='worker'); t.start(); t.join()",

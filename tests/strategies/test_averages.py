@@ -68,8 +68,8 @@ def test_uploads_are_summed_in_name_order(tmp_path: Path) -> None:
     for order in itertools.permutations("012"):
         simulation = Simulation(experiment(tmp_path), names="012")
         uploads = [Upload({"delta": torch.full((5,), values[name]).double()}, name, 10) for name in order]
-        simulation.course.advance(1, uploads)
-        results.add(sha256(simulation.course.state))
+        simulation.coordinator.advance(1, uploads)
+        results.add(sha256(simulation.coordinator.state))
     assert len(results) == 1
 
 
@@ -110,10 +110,10 @@ def test_a_float32_model_stays_float32(tmp_path: Path, strategy: str) -> None:
     given = experiment(tmp_path, strategy, local=LOCAL, round={"sample": 3}).model_dump(exclude_unset=True)
     given["task"]["dtype"] = "float32"
     simulation = Simulation(Experiment.model_validate(given))
-    kinds = {name: (value.dtype, value.shape) for name, value in simulation.course.state.items()}
+    kinds = {name: (value.dtype, value.shape) for name, value in simulation.coordinator.state.items()}
     simulation.run(3)
-    assert {name: (value.dtype, value.shape) for name, value in simulation.course.state.items()} == kinds
-    vectors = [value for value in simulation.course.state.values() if value.ndim]
+    assert {name: (value.dtype, value.shape) for name, value in simulation.coordinator.state.items()} == kinds
+    vectors = [value for value in simulation.coordinator.state.values() if value.ndim]
     assert all(value.dtype == torch.float32 for value in vectors)
     for name in simulation.members:
         assert all(value.dtype == torch.float32 for value in simulation.memory(name).values() if value.ndim)

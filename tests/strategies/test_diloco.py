@@ -69,7 +69,7 @@ def test_one_round_of_diloco(sample: int, tmp_path: Path) -> None:
         m = 0.9 * m + change
         x += 0.7 * (0.9 * m + change)
         assert driver.x.item() == pytest.approx(x, rel=1e-12)
-        assert driver.course.state["server.m"].item() == pytest.approx(m, rel=1e-12)
+        assert driver.coordinator.state["server.m"].item() == pytest.approx(m, rel=1e-12)
         for name, adam in inner.items():
             memory = driver.memory(name)
             if adam.steps:

@@ -157,11 +157,11 @@ def test_differences_follow_the_model(tmp_path: Path, down: str) -> None:
     run = Simulation(experiment(tmp_path, "fedavg", weights="uniform", **given))
     for _ in range(12):
         run.step()
-        held = run.course.downlink["model"]
+        held = run.coordinator.downlink["model"]
         assert torch.equal(run.received("0")["model"], held)
         assert not torch.equal(held, run.x)
     run.run(300)
-    assert float((run.course.downlink["model"] - run.x).norm()) < 1e-3
+    assert float((run.coordinator.downlink["model"] - run.x).norm()) < 1e-3
 
 
 @pytest.mark.parametrize("down", SPARSE)

@@ -104,7 +104,7 @@ def compare(
         y = shares[0] * own["0"] + shares[1] * own["1"]
         simulation.step()
         assert simulation.x.item() == pytest.approx(x, rel=1e-13)
-        assert simulation.course.state["tracker"].item() == pytest.approx(y, rel=1e-13)
+        assert simulation.coordinator.state["tracker"].item() == pytest.approx(y, rel=1e-13)
         assert [tracker(simulation, each).item() for each in "01"] == pytest.approx([*own.values()], rel=1e-13)
         assert (x, y) == pytest.approx((model, total), abs=1e-5)
 
@@ -160,7 +160,7 @@ def test_a_tracker_may_be_the_gradient_at_the_start(tmp_path: Path, weights: str
         own = [x - 2, 2 * (x + 1)]
         x, y = x + q[0] * moved[0] + q[1] * moved[1], q[0] * own[0] + q[1] * own[1]
         simulation.step()
-        assert (simulation.x.item(), simulation.course.state["tracker"].item()) == (x, y)
+        assert (simulation.x.item(), simulation.coordinator.state["tracker"].item()) == (x, y)
         assert [tracker(simulation, name).item() for name in "01"] == own
         assert model in (None, x)
 
@@ -177,7 +177,7 @@ def test_clipping(tmp_path: Path, clip: str) -> None:
     assert simulation.run(1).tolist() == pytest.approx([0, 0], abs=1e-6)
     for name, own in (("0", [-3, -4]), ("1", [6, 8])):
         assert tracker(simulation, name).tolist() == own
-    assert simulation.course.state["tracker"].tolist() == [1.5, 2]
+    assert simulation.coordinator.state["tracker"].tolist() == [1.5, 2]
     expected = {"raw": [[-0.75, -1], [0.75, 1]], "corrected": [[-0.375, -0.5]] * 2}[clip]
     for upload, delta in zip(simulation.step(), expected, strict=True):
         assert upload.vectors["delta"].tolist() == pytest.approx(delta, abs=1e-6)
@@ -255,8 +255,8 @@ def test_every_local_optimizer(strategy: str, optimizer: str) -> None:
     simulation = small(strategy, optimizer, Small(), refresh=1.0)
     task, local = simulation.task, simulation.experiment.local
     c = torch.randn(simulation.x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    simulation.course.state["tracker"] = c
-    simulation.course.assigned = {"0": {"refresh": 1.0}}
+    simulation.coordinator.state["tracker"] = c
+    simulation.coordinator.assigned = {"0": {"refresh": 1.0}}
     upload = simulation.train("0")
 
     model = build(task, 0)
@@ -293,7 +293,7 @@ def test_identical_clients_have_nothing_to_correct(strategy: str, optimizer: str
     same = small("fedavg", optimizer, task, keep=keep).path(4)
     run = small(strategy, optimizer, task, keep=keep, refresh=1.0)
     assert apart(run.path(4), same) < 1e-12
-    assert run.course.state["tracker"].abs().max() > 1e-3
+    assert run.coordinator.state["tracker"].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("moments", ["reset", "keep"])
@@ -309,7 +309,7 @@ def test_fagc_with_sgd_is_scaffold(tmp_path: Path, weights: str, momentum: float
         controls = {upload.name: upload.vectors["control"] for upload in scaffold.step()}
         trackers = {upload.name: upload.vectors["tracker"] for upload in fagc.step()}
         assert torch.equal(fagc.x, scaffold.x)
-        assert torch.equal(fagc.course.state["tracker"], scaffold.course.state["control"])
+        assert torch.equal(fagc.coordinator.state["tracker"], scaffold.coordinator.state["control"])
         assert controls.keys() == trackers.keys()
         assert all(torch.equal(controls[name], trackers[name]) for name in controls)
 
@@ -338,7 +338,7 @@ def test_one_step_each_is_gradient_descent(tmp_path: Path, strategy: str, weight
         gradients = CURVATURES * (simulation.x - CENTERS)
         expected = simulation.x - 0.1 * (SHARES[weights][:, None] * gradients).sum(0)
         own = torch.stack([tracker(simulation, name) for name in simulation.members])
-        assert round == 0 or apart(simulation.course.state["tracker"] - own, torch.zeros(())) > 0.5
+        assert round == 0 or apart(simulation.coordinator.state["tracker"] - own, torch.zeros(())) > 0.5
         assert apart(simulation.run(1), expected) < 1e-12
 
 
@@ -347,14 +347,14 @@ def test_one_step_each_is_gradient_descent(tmp_path: Path, strategy: str, weight
 
 def imbalance(simulation: Simulation, owed: bool = False) -> float:
     """|y - sum_i q_i y_i| over all known clients; `owed`: less what compression has not sent yet."""
-    known, uniform = simulation.course.known, simulation.strategy.weights == "uniform"
+    known, uniform = simulation.coordinator.known, simulation.strategy.weights == "uniform"
     total = torch.zeros_like(simulation.x)
     for name, examples in known.items():
         own = tracker(simulation, name)
         if owed:
             own = own - simulation.memory(name).get("residual.tracker", torch.zeros_like(own))
         total += own * (1 / len(known) if uniform else examples / sum(known.values()))
-    return apart(simulation.course.state["tracker"], total)
+    return apart(simulation.coordinator.state["tracker"], total)
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
@@ -372,15 +372,15 @@ def test_y_is_the_mean_of_all_trackers(tmp_path: Path, strategy: str, weights: s
         before = {name: tracker(simulation, name) for name in "012345"}
         uploads = simulation.step(lost=chance.sample(sorted(simulation.members), 2))
         refreshed = {upload.name for upload in uploads if "tracker" in upload.vectors}
-        assert refreshed == simulation.course.assigned.keys() & {upload.name for upload in uploads}
-        assert len(simulation.course.assigned) == 2
+        assert refreshed == simulation.coordinator.assigned.keys() & {upload.name for upload in uploads}
+        assert len(simulation.coordinator.assigned) == 2
         for name in "012345":
             assert torch.equal(tracker(simulation, name), before[name]) == (name not in refreshed)
         seen.update(refreshed)
         seen["kept"] += len(uploads) - len(refreshed)
         seen["nobody"] += not refreshed
         assert imbalance(simulation) < 1e-12
-        assert simulation.course.state["tracker"].abs().max() > 0.01 or not seen.keys() & set("012345")
+        assert simulation.coordinator.state["tracker"].abs().max() > 0.01 or not seen.keys() & set("012345")
     assert min(seen[name] for name in (*"012345", "kept", "nobody")) > 0
 
 
@@ -557,7 +557,7 @@ def test_vectors_a_round(tmp_path: Path, strategy: str, options: dict[str, Any],
     assert run.history[-1]["accepted"] == sorted(str(i) for i in range(10))
     simulation = Simulation(experiment(tmp_path, strategy, arrays=problem(10), **options))
     for _ in range(3):
-        down = len(simulation.strategy.broadcast(simulation.course.state))
+        down = len(simulation.strategy.broadcast(simulation.coordinator.state))
         assert sum(down + len(upload.vectors) for upload in simulation.step()) == vectors
 
 
@@ -735,7 +735,7 @@ def test_lora_factors_are_matrices() -> None:
         losses.append(sum(float(task.loss(module, batch).detach()) for batch in batches))
     assert losses[-1] < 0.9 * losses[0]
     assert torch.equal(module.base.weight, frozen)
-    assert simulation.course.state["tracker"].abs().max() > 1e-3
+    assert simulation.coordinator.state["tracker"].abs().max() > 1e-3
 
 
 LEARNS = {

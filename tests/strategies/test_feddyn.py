@@ -58,7 +58,7 @@ def test_feddyn(tmp_path: Path, weights: str, share: float, models: list[float])
         x += share * moved["0"] + (1 - share) * moved["1"] - h / ALPHA
         uploads = simulation.step()
         assert [upload.vectors["delta"].item() for upload in uploads] == list(moved.values())
-        assert (simulation.x.item(), simulation.course.state["dual"].item()) == (x, h)
+        assert (simulation.x.item(), simulation.coordinator.state["dual"].item()) == (x, h)
         assert [simulation.memory(name)["dual"].item() for name in "01"] == list(duals.values())
         assert model in (x, None)
 
@@ -68,7 +68,7 @@ def test_a_cohort_of_one_moves_by_its_mean_and_counts_by_its_share(tmp_path: Pat
     simulation = simulate(tmp_path, round={"sample": 1})
     (upload,) = simulation.step()
     expected = {"0": (1.375, -0.0625), "1": (-1.0625, 0.34375)}[upload.name]
-    assert (simulation.x.item(), simulation.course.state["dual"].item()) == expected
+    assert (simulation.x.item(), simulation.coordinator.state["dual"].item()) == expected
 
 
 @pytest.mark.parametrize("clip", [0.75, 1.5])
@@ -97,12 +97,12 @@ def test_round_one_is_fedproxs_at_the_clients(tmp_path: Path) -> None:
 
 def imbalance(simulation: Simulation) -> float:
     """|h - sum_i q_i lambda_i|, from the roll and the accepted versions of the clients' memories."""
-    known, uniform = simulation.course.known, simulation.strategy.weights == "uniform"
+    known, uniform = simulation.coordinator.known, simulation.strategy.weights == "uniform"
     total = torch.zeros_like(simulation.x)
     for name, examples in known.items():
         share = 1 / len(known) if uniform else examples / sum(known.values())
         total += share * simulation.memory(name).get("dual", torch.zeros_like(total))
-    return float((simulation.course.state["dual"] - total).abs().max())
+    return float((simulation.coordinator.state["dual"] - total).abs().max())
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
@@ -116,19 +116,19 @@ def test_the_server_state_is_the_mean_of_accepted_duals(tmp_path: Path, weights:
         for _ in range(rounds):
             simulation.step(lost=chance.sample(sorted(simulation.members), 2))
             assert imbalance(simulation) < 1e-12
-            largest = max(largest, float(simulation.course.state["dual"].abs().max()))
+            largest = max(largest, float(simulation.coordinator.state["dual"].abs().max()))
 
     go_on(10)
     for name in "54":
-        before, old = simulation.course.state["dual"], simulation.course.known | {}
+        before, old = simulation.coordinator.state["dual"], simulation.coordinator.known | {}
         simulation.join(name)
-        known = simulation.course.known
+        known = simulation.coordinator.known
         ratio = len(old) / len(known) if weights == "uniform" else sum(old.values()) / sum(known.values())
-        assert torch.allclose(simulation.course.state["dual"], before * ratio, rtol=0, atol=1e-15)
+        assert torch.allclose(simulation.coordinator.state["dual"], before * ratio, rtol=0, atol=1e-15)
         assert imbalance(simulation) < 1e-12
         go_on(10)
-    simulation.course.new_generation()
-    assert not simulation.course.state["dual"].any()
+    simulation.coordinator.new_generation()
+    assert not simulation.coordinator.state["dual"].any()
     go_on(10)
     assert largest > 1
     assert simulation.rest(tolerance=1e-12).distance(simulation.task.minimizer(weights)) < 1e-10
@@ -145,7 +145,7 @@ def test_feddyn_rests_at_the_minimizer_of_its_objective(tmp_path: Path, weights:
     run = Simulation(experiment(tmp_path, "feddyn", **given)).rest(tolerance=1e-12)
     assert run.distance(run.task.minimizer(weights)) < 1e-10
     assert run.distance(run.task.minimizer("data" if weights == "uniform" else "uniform")) > 0.1
-    assert float(run.course.state["dual"].abs().max()) < 1e-10
+    assert float(run.coordinator.state["dual"].abs().max()) < 1e-10
     for i in range(6):
         gradient = torch.from_numpy(DATA["curvatures"][i]) * (run.x - torch.from_numpy(DATA["centers"][i]))
         assert float((run.memory(str(i))["dual"] - gradient).abs().max()) < 1e-10
@@ -187,7 +187,7 @@ def test_compression_with_feedback_owes_h_what_it_owes_x(tmp_path: Path) -> None
     run.run(5)
     memories = [run.memory(name) for name in run.members]
     owed = sum(memory["dual"] + 2.0 * memory["residual.delta"] for memory in memories) / 6
-    assert float((run.course.state["dual"] - owed).abs().max()) < 1e-12
+    assert float((run.coordinator.state["dual"] - owed).abs().max()) < 1e-12
     assert float(sum(memory["residual.delta"].abs() for memory in memories).max()) > 0.01
 
 

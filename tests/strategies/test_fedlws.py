@@ -146,7 +146,7 @@ def test_without_shrinking_it_is_fedavg_bit_for_bit(tmp_path: Path, grouping: st
         fedavg = Simulation(experiment(tmp_path, "fedavg", **both)).path(5)
         assert torch.equal(Simulation(experiment(tmp_path, "fedlws", **both, **off)).path(5), fedavg)
     shrunk, fedavg = (simulate(Tiny((5, 8), dropout=0.3)) for _ in range(2))
-    shrunk.strategy = shrunk.course.strategy = FedLWS(**off, server=ServerSettings())
+    shrunk.strategy = shrunk.coordinator.strategy = FedLWS(**off, server=ServerSettings())
     assert torch.equal(shrunk.path(4), fedavg.path(4))
 
 
@@ -155,8 +155,8 @@ def test_buffers_are_averaged_and_not_shrunk() -> None:
     shrunk, fedavg = simulate(strategy="fedlws"), simulate()
     assert not torch.equal(shrunk.run(1), fedavg.run(1))
     assert float(shrunk.x.norm()) < float(fedavg.x.norm())
-    for group, value in fedavg.course.buffers.items():
-        assert torch.equal(shrunk.course.buffers[group], value)
+    for group, value in fedavg.coordinator.buffers.items():
+        assert torch.equal(shrunk.coordinator.buffers[group], value)
 
 
 @pytest.mark.parametrize(

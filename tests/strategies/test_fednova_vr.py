@@ -76,7 +76,7 @@ def test_three_rounds_by_hand(tmp_path: Path, vr: str, weights: str, rho: float,
         path.append(x)
         simulation.step()
         assert simulation.x.item() == pytest.approx(x, abs=1e-14)
-        assert simulation.course.state["direction"].item() == pytest.approx(mean, abs=1e-14)
+        assert simulation.coordinator.state["direction"].item() == pytest.approx(mean, abs=1e-14)
         kept = [simulation.memory(name)["direction"].item() for name in "01"]
         assert kept == pytest.approx(list(own.values()), abs=1e-14)
     if (weights, rho, server) == ("data", 0.0, "sgd"):
@@ -101,7 +101,11 @@ def test_without_vr_nothing_has_changed(tmp_path: Path) -> None:
         effective = sum(u.weight * each for u, each in zip(uploads, a, strict=True))
         scales = [u.weight * effective / each for u, each in zip(uploads, a, strict=True)]
         assert torch.equal(simulation.x, x.add(weighted_sum([u.vectors["delta"] for u in uploads], scales), alpha=1.0))
-        assert set(simulation.course.state) == {"model"} == set(simulation.strategy.broadcast(simulation.course.state))
+        assert (
+            set(simulation.coordinator.state)
+            == {"model"}
+            == set(simulation.strategy.broadcast(simulation.coordinator.state))
+        )
 
 
 @pytest.mark.parametrize(("vr", "up"), [("compensated", {"direction"}), ("literal", {"direction", "change"})])
@@ -110,7 +114,7 @@ def test_vectors_on_the_wire(tmp_path: Path, vr: str, up: set[str]) -> None:
     simulation = run(tmp_path, vr)
     uploads = simulation.step()
     assert all(set(upload.vectors) == up for upload in uploads)
-    assert set(simulation.strategy.broadcast(simulation.course.state)) == {"model", "direction"}
+    assert set(simulation.strategy.broadcast(simulation.coordinator.state)) == {"model", "direction"}
     assert simulation.strategy.memory_kind(simulation.experiment) == "bound"
 
 

@@ -46,7 +46,7 @@ def test_fedzmg(tmp_path: Path, clip: float, momentum: float) -> None:
         assert simulation.run(1).tolist() == pytest.approx(x, abs=1e-12)
         assert sum(simulation.x.tolist()) == pytest.approx(2, abs=1e-14)
     if clip == math.inf and not momentum:
-        simulation.course.state["model"] = torch.ones(2, dtype=torch.float64)
+        simulation.coordinator.state["model"] = torch.ones(2, dtype=torch.float64)
         assert simulation.run(1).tolist() == [1 + 0.625 / 4 - 3 * 0.3125 / 4, 1 - 0.625 / 4 + 3 * 0.3125 / 4]
 
 

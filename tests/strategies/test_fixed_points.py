@@ -28,7 +28,7 @@ def settle(simulation: Simulation) -> NDArray[np.float64]:
         x0, x1, x2 = simulation.x, simulation.run(1), simulation.run(1)
         moved = x1 - x0
         factor = torch.where(moved.abs() > 1e-14, (x2 - x1) / moved, 0.0)
-        simulation.course.state["model"] = x1 + (x2 - x1) / (1 - factor)
+        simulation.coordinator.state["model"] = x1 + (x2 - x1) / (1 - factor)
     fixed = simulation.x
     assert torch.allclose(simulation.run(1), fixed, rtol=0, atol=1e-13)
     return fixed.numpy()
@@ -80,7 +80,7 @@ def test_fedavg_with_a_sample_never_rests(tmp_path: Path) -> None:
     given: dict[str, Any] = {"weights": "uniform", "local": {"lr": 0.01}}
     rest = settle(Simulation(experiment(tmp_path, **given)))
     simulation = Simulation(experiment(tmp_path, round={"sample": 3}, **given))
-    simulation.course.state["model"] = torch.from_numpy(rest)
+    simulation.coordinator.state["model"] = torch.from_numpy(rest)
     path = simulation.path(400)
     assert float((path[1:] - path[:-1]).norm(dim=1).min()) > 1e-3
     assert gap(path.mean(0).numpy(), rest) < 0.25 * gap(rest, simulation.task.minimizer("uniform"))
@@ -139,7 +139,7 @@ def test_scaffold_reaches_the_minimizer(tmp_path: Path, weights: str, sampled: i
     run = Simulation(experiment(tmp_path, "scaffold", **given)).rest()
     assert run.distance(run.task.minimizer(weights)) < 1e-12
     assert run.distance(run.task.minimizer("data" if weights == "uniform" else "uniform")) > 0.1
-    assert float(run.course.state["control"].abs().max()) < 1e-12
+    assert float(run.coordinator.state["control"].abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("local", [{"lr": 0.05, "momentum": 0.5, "step_decay": 0.9}, {"lr": 0.1, "clip_norm": 5.0}])

@@ -21,9 +21,8 @@ from common.vector import sha256
 from server.engines.inprocess import InProcessGrid
 from server.rounds.prepare import prepare
 from strategies.protocol import wire
-from strategies.protocol.flower_loop import config_of
 from strategies.protocol.messages import METRICS
-from strategies.registry import REGISTRY, create
+from strategies.registry import REGISTRY, config_of, create
 from tests.server.rounds.test_resume import digits
 from tests.support.faults import FaultyGrid, fail, head, lies, put, ran, toy
 

@@ -113,8 +113,8 @@ def test_the_correction_is_autograds_gradient_of_the_rectified_objective(tmp_pat
     mu, task = 0.2, Regression()
     simulation = Simulation(experiment(tmp_path, "hafedho", mu=mu, local={"lr": LR, "batch_size": 6}), task=task)
     simulation.step()
-    g, start = simulation.course.state["gradient"], simulation.x
-    fhat = float(simulation.course.state["loss"])
+    g, start = simulation.coordinator.state["gradient"], simulation.x
+    fhat = float(simulation.coordinator.state["loss"])
     own = {name: simulation.memory(name) for name in task.names()}
     uploads = {upload.name: upload for upload in simulation.step()}
     for name in task.names():
@@ -145,9 +145,9 @@ def test_the_caution_names_the_stable_range(tmp_path: Path) -> None:
         run = Simulation(experiment(tmp_path, "hafedho", mu=mu, own_share="none", arrays=flat, local={"lr": LR}))
         assert (run.strategy.caution(run.experiment, STEPS) is not None) == grows
         run.run(5)
-        speed = float(run.course.state["gradient"].norm())
+        speed = float(run.coordinator.state["gradient"].norm())
         run.run(20)
-        later = float(run.course.state["gradient"].norm())
+        later = float(run.coordinator.state["gradient"].norm())
         # Driven by a nearly constant sum G: g = G (1 - beta^t)/(1 - beta).
         beta = mu * STEPS
         assert later / speed == pytest.approx((1 - beta**25) / (1 - beta**5), rel=1e-3)

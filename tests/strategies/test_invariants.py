@@ -39,12 +39,12 @@ def test_the_driver_of_these_tests_is_the_real_loop(tmp_path: Path, strategy: st
 
 def imbalance(simulation: Simulation) -> float:
     """|c - sum_i q_i c_i|, from the roll and the accepted versions of the clients' memories."""
-    known, uniform = simulation.course.known, simulation.strategy.weights == "uniform"
+    known, uniform = simulation.coordinator.known, simulation.strategy.weights == "uniform"
     total = torch.zeros_like(simulation.x)
     for name, examples in known.items():
         share = 1 / len(known) if uniform else examples / sum(known.values())
         total += share * simulation.memory(name).get("control", torch.zeros_like(total))
-    return float((simulation.course.state["control"] - total).abs().max())
+    return float((simulation.coordinator.state["control"] - total).abs().max())
 
 
 def scaffold(folder: Path, weights: str, names: str = "012345", **given: Any) -> Simulation:
@@ -59,7 +59,7 @@ def test_the_control_is_the_mean_of_accepted_controls(tmp_path: Path, weights: s
     for _ in range(40):
         accepted += len(simulation.step(lost=chance.sample("012345", 2)))
         assert imbalance(simulation) < 1e-12
-        largest = max(largest, float(simulation.course.state["control"].abs().max()))
+        largest = max(largest, float(simulation.coordinator.state["control"].abs().max()))
     assert 40 < accepted < 110
     assert largest > 1
 
@@ -70,12 +70,12 @@ def test_a_client_that_joins_dilutes_the_control(tmp_path: Path, weights: str) -
     simulation = scaffold(tmp_path, weights, names="0123")
     simulation.run(5)
     for names in ("5", "4"):
-        course, before = simulation.course, simulation.course.state["control"]
-        old = len(course.known) if weights == "uniform" else course.total
+        coordinator, before = simulation.coordinator, simulation.coordinator.state["control"]
+        old = len(coordinator.known) if weights == "uniform" else coordinator.total
         simulation.join(names)
-        new = len(course.known) if weights == "uniform" else course.total
+        new = len(coordinator.known) if weights == "uniform" else coordinator.total
         assert old < new
-        assert torch.allclose(course.state["control"], before * (old / new), rtol=0, atol=1e-15)
+        assert torch.allclose(coordinator.state["control"], before * (old / new), rtol=0, atol=1e-15)
         assert imbalance(simulation) < 1e-12
         for _ in range(10):
             simulation.step()
@@ -88,21 +88,21 @@ def test_a_client_that_joins_dilutes_the_control(tmp_path: Path, weights: str) -
 def test_a_client_without_training_examples_does_not_count(tmp_path: Path, weights: str) -> None:
     """It never trains, has no part in the objective and no c_i: N and n are those of the others."""
     alone, beside = (scaffold(tmp_path, weights) for _ in range(2))
-    beside.course.admit([Member("watcher", 0, 0, 5, 1)])
+    beside.coordinator.admit([Member("watcher", 0, 0, 5, 1)])
     alone.run(3)
     beside.run(3)
-    beside.course.admit([Member("another", 0, 0, 5, 1)])
+    beside.coordinator.admit([Member("another", 0, 0, 5, 1)])
     assert torch.equal(alone.run(3), beside.run(3))
-    assert torch.equal(alone.course.state["control"], beside.course.state["control"])
+    assert torch.equal(alone.coordinator.state["control"], beside.coordinator.state["control"])
 
 
 def test_a_client_that_comes_back_changes_nothing(tmp_path: Path) -> None:
     """It is known already."""
     simulation = scaffold(tmp_path, "uniform")
     simulation.run(3)
-    before = simulation.course.state["control"]
+    before = simulation.coordinator.state["control"]
     simulation.join("2")
-    assert torch.equal(simulation.course.state["control"], before)
+    assert torch.equal(simulation.coordinator.state["control"], before)
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
@@ -110,9 +110,9 @@ def test_a_new_generation_zeroes_both_sides(tmp_path: Path, weights: str) -> Non
     """c = 0 and every c_i = 0; the model and the server's moments stay."""
     simulation = scaffold(tmp_path, weights, server={"optimizer": "momentum", "momentum": 0.5})
     simulation.run(6)
-    before = copies(simulation.course.state)
-    simulation.course.new_generation()
-    after = simulation.course.state
+    before = copies(simulation.coordinator.state)
+    simulation.coordinator.new_generation()
+    after = simulation.coordinator.state
     assert torch.equal(after["control"], torch.zeros_like(after["control"]))
     assert all(torch.equal(after[key], before[key]) for key in ("model", "server.m"))
     assert before["control"].abs().max() > 0.01 < before["server.m"].abs().max()
@@ -151,7 +151,7 @@ def test_the_own_share_goes_if_the_last_upload_was_accepted(tmp_path: Path, shar
     last: dict[str, Upload] = {}
     seen = {"accepted": 0, "lost": 0, "absent": 0}
     for _ in range(25):
-        before, state, known = set(simulation.sampled), simulation.course.state, simulation.course.known
+        before, state, known = set(simulation.sampled), simulation.coordinator.state, simulation.coordinator.known
         for name in simulation.members:
             spy = Spy(simulation.work(name))
             simulation.strategy.local(spy)  # tried out only: neither kept nor sent

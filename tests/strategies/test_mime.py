@@ -80,8 +80,8 @@ def test_one_round_of_mime(tmp_path: Path) -> None:
             x[name], m[name] = start_ + moved, s / 2 + c / 2
             simulation.step()
             assert simulation.x.item() == x[name]
-            assert simulation.course.state["momentum"].item() == m[name]
-        if mime.course.round == 1:
+            assert simulation.coordinator.state["momentum"].item() == m[name]
+        if mime.coordinator.round == 1:
             assert (x, m) == ({"mime": 0.7421875, "lite": 0.625}, {"mime": 0.75, "lite": 0.75})
 
 
@@ -117,7 +117,7 @@ def test_three_rounds_of_every_base(tmp_path: Path, strategy: str, base: dict[st
             moved += share[client] * (y - x)
         x, m, v = x + moved, b1 * m + new * c, b2 * v + (1 - b2) * c * c
         simulation.step()
-        state = simulation.course.state
+        state = simulation.coordinator.state
         assert simulation.x.item() == pytest.approx(x, rel=1e-14)
         assert state["momentum"].item() == pytest.approx(m, rel=1e-14)
         if "base" in base:
@@ -179,7 +179,7 @@ def test_mime_rests_at_the_minimizer(tmp_path: Path, weights: str) -> None:
     run = Simulation(experiment(tmp_path, "mime", **given))
     run.run(110)
     assert run.distance(run.task.minimizer(weights)) < 1e-12
-    assert float(run.course.state["momentum"].abs().max()) < 1e-12
+    assert float(run.coordinator.state["momentum"].abs().max()) < 1e-12
     lite = Simulation(experiment(tmp_path, "mimelite", **given))
     lite.run(40)
     assert float((lite.x - lite.run(1)).abs().max()) < 1e-6
@@ -226,7 +226,7 @@ def test_clipping_bounds_raw_gradients_only(tmp_path: Path) -> None:
     lite = Simulation(experiment(tmp_path, "mimelite", arrays=arrays, local=local, beta1=0.5))
     deltas = [upload.vectors["delta"].item() for upload in lite.step()]
     assert deltas == pytest.approx([1 / 16, -1 / 16], abs=1e-6)  # the bound is reached up to 1e-6
-    assert lite.course.state["momentum"].item() == 0.75
+    assert lite.coordinator.state["momentum"].item() == 0.75
     arrays = ARRAYS | {"steps": [2, 2]}
     mime = Simulation(experiment(tmp_path, "mime", arrays=arrays, local=local, beta1=0.0))
     deltas = [upload.vectors["delta"].item() for upload in mime.step()]
@@ -246,11 +246,11 @@ def test_vectors_on_the_wire(tmp_path: Path) -> None:
         if run.strategy.survey:
             first = [run.train(name, "survey") for name in run.members]
             assert {key for upload in first for key in upload.vectors} == {"gradient"}
-            run.informed = run.course.inform(1, first)
+            run.informed = run.coordinator.inform(1, first)
             sent.append(run.received("0"))
         assert sum(value.ndim for each in sent for value in each.values()) == down
         assert len(run.strategy.survey) + len(run.strategy.payload) == up
-    assert set(run.step() and run.course.state) == {"model", "momentum", "square", "rounds"}
+    assert set(run.step() and run.coordinator.state) == {"model", "momentum", "square", "rounds"}
 
 
 ADAMS = "strategy.bias_correction and strategy.denominator belong to base 'adam', not to 'sgdm'"
@@ -318,7 +318,7 @@ def test_the_loop_is_the_driver_of_these_tests(tmp_path: Path, clean: dict[str, 
     settings = toy("mime", round={"sample": 3})
     driver = Simulation(settings)
     driver.run(3)
-    expected = sha256({"model": driver.x, **driver.course.buffers})
+    expected = sha256({"model": driver.x, **driver.coordinator.buffers})
     assert ran(tmp_path, settings).history[-1]["sha256"] == expected == weights(start(settings))
 
 
@@ -484,10 +484,10 @@ def test_a_new_generation_keeps_the_statistics(strategy: str, tmp_path: Path) ->
     """They are the server's own, as its model is."""
     run = Simulation(experiment(tmp_path, strategy, base="adam"))
     run.run(2)
-    before = dict(run.course.state)
-    run.course.new_generation()
-    assert run.course.state.keys() == before.keys()
-    assert all(torch.equal(value, before[key]) for key, value in run.course.state.items())
+    before = dict(run.coordinator.state)
+    run.coordinator.new_generation()
+    assert run.coordinator.state.keys() == before.keys()
+    assert all(torch.equal(value, before[key]) for key, value in run.coordinator.state.items())
 
 
 @pytest.mark.parametrize("base", [{}, {"base": "adam", "bias_correction": True}], ids=str)
@@ -542,11 +542,13 @@ def test_what_compression_remembers_of_both_exchanges(strategy: str, feedback: s
             assert float(memory[f"residual.{group}"].abs().max()) > 1e-3
     else:
         for name in "01234":
-            copies = {key.partition("/")[2]: value for key, value in driver.course.copies.items() if key[0] == name}
+            copies = {
+                key.partition("/")[2]: value for key, value in driver.coordinator.copies.items() if key[0] == name
+            }
             assert copies.keys() == driver.memory(name).keys()
             assert all(torch.equal(value, driver.memory(name)[key]) for key, value in copies.items())
     result = ran(tmp_path, settings, on_disk(tmp_path))
-    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
     assert weights(start(settings, rounds=5)) == result.history[-1]["sha256"]
 
 
@@ -559,7 +561,9 @@ def test_a_residual_counts_once_the_second_reply_is_accepted(tmp_path: Path) -> 
     driver.step(lost="2")
     assert all(torch.equal(value, before[name]) for name, value in driver.memory("2").items())
     grid = FaultyGrid(in_exchange(2, "2", fail))
-    assert ran(tmp_path, settings, grid).history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert ran(tmp_path, settings, grid).history[-1]["sha256"] == sha256(
+        {"model": driver.x, **driver.coordinator.buffers}
+    )
 
 
 @pytest.mark.parametrize("down", ["top-k", "int8"])
@@ -573,7 +577,7 @@ def test_both_ways_compressed(down: str, tmp_path: Path) -> None:
     alike(ran(tmp_path / "run", settings, on_disk(tmp_path / "run"), resume=True), straight)
     driver = Simulation(settings)
     driver.run(6)
-    assert straight.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert straight.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
 
 
 def test_copies_lost_with_a_disk_start_a_new_generation(tmp_path: Path) -> None:

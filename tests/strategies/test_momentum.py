@@ -101,7 +101,7 @@ def test_scaffoldm(tmp_path: Path, beta: float, weights: str, server: str) -> No
         own = {n: done[n][1] for n in "AB"}
         c = sum(p[n] * own[n] for n in "AB")
         simulation.step()
-        state = simulation.course.state
+        state = simulation.coordinator.state
         assert state["model"].item() == pytest.approx(x, abs=1e-15)
         assert state["momentum"].item() == pytest.approx(g, abs=1e-15)
         assert state["control"].item() == pytest.approx(c, abs=1e-15)
@@ -116,10 +116,10 @@ def test_scaffoldms_momentum_is_in_units_of_its_own_round(tmp_path: Path) -> Non
     falling = {"lr": LR, "schedule": "exponential", "decay": 0.5}
     simulation = simulate(tmp_path, "scaffoldm", beta=0.5, local=falling)
     simulation.step()
-    assert simulation.course.state["momentum"].item() == 1
+    assert simulation.coordinator.state["momentum"].item() == 1
     a, b = walk("A", 0.625, 0.5, 1.625, LR / 2)[0], walk("B", 0.625, 0.5, -0.625, LR / 2)[0]
     assert simulation.run(1).item() == 0.625 + (a + b) / 2
-    assert simulation.course.state["momentum"].item() == pytest.approx(-(a + b) / 2 / (1.5 / 8), rel=1e-15)
+    assert simulation.coordinator.state["momentum"].item() == pytest.approx(-(a + b) / 2 / (1.5 / 8), rel=1e-15)
 
 
 def plain_padamfed(
@@ -161,7 +161,7 @@ def plain_padamfed(
         x = outer.step(x, change)
         path.append((x, c, g))
         simulation.step()
-        state = simulation.course.state
+        state = simulation.coordinator.state
         for key, value in (("model", x), ("control", c), ("momentum", g)):
             parts = [complex(value).real, complex(value).imag][: len(arrays["start"])]
             assert state[key].tolist() == pytest.approx(parts, abs=1e-14), key
@@ -208,7 +208,7 @@ def test_fedcm_under_server_momentum(tmp_path: Path, alpha: float, server: str) 
         x, m = outer.step(x, change), -change / (LR * 1.5)
         simulation.step()
         assert simulation.x.item() == pytest.approx(x, abs=1e-15)
-        assert simulation.course.state["momentum"].item() == pytest.approx(m, abs=1e-15)
+        assert simulation.coordinator.state["momentum"].item() == pytest.approx(m, abs=1e-15)
 
 
 # --- what must hold after every round
@@ -216,12 +216,12 @@ def test_fedcm_under_server_momentum(tmp_path: Path, alpha: float, server: str) 
 
 def imbalance(simulation: Simulation, key: str = "control") -> float:
     """|server tracker - sum_i q_i (accepted tracker of i)| over all known clients."""
-    known, uniform = simulation.course.known, simulation.strategy.weights == "uniform"
+    known, uniform = simulation.coordinator.known, simulation.strategy.weights == "uniform"
     total = torch.zeros_like(simulation.x)
     for name, examples in known.items():
         share = 1 / len(known) if uniform else examples / sum(known.values())
         total += share * simulation.memory(name).get(key, torch.zeros_like(total))
-    return float((simulation.course.state[key] - total).abs().max())
+    return float((simulation.coordinator.state[key] - total).abs().max())
 
 
 def assert_balance(simulation: Simulation, key: str, newcomers: str) -> None:
@@ -231,13 +231,13 @@ def assert_balance(simulation: Simulation, key: str, newcomers: str) -> None:
         for _ in range(8):
             simulation.step(lost=chance.sample(sorted(simulation.members), 2))
             assert imbalance(simulation, key) < 1e-12
-            largest = max(largest, float(simulation.course.state[key].abs().max()))
+            largest = max(largest, float(simulation.coordinator.state[key].abs().max()))
         if part == 0:
             simulation.join(newcomers)
             assert imbalance(simulation, key) < 1e-12
         if part == 1:
-            simulation.course.new_generation()
-            assert not simulation.course.state[key].any()
+            simulation.coordinator.new_generation()
+            assert not simulation.coordinator.state[key].any()
     assert largest > 1
 
 
@@ -257,12 +257,12 @@ def test_padamfeds_momentum_is_the_cohorts(tmp_path: Path, weights: str) -> None
     """Its dc_i count by their weight in the cohort, where those in c count by that among all clients."""
     run = small(tmp_path, "padamfed", weights=weights, beta=0.25, local={"lr": 0.1}, round={"sample": 2})
     for _ in range(6):
-        before = run.course.state
+        before = run.coordinator.state
         uploads = run.step()
         mass = [1 if weights == "uniform" else upload.examples for upload in uploads]
         change = sum(m / sum(mass) * upload.vectors["control"] for m, upload in zip(mass, uploads, strict=True))
         expected = 0.25 * (change + before["control"]) + 0.75 * before["momentum"]
-        assert apart(run.course.state["momentum"], expected) < 1e-14
+        assert apart(run.coordinator.state["momentum"], expected) < 1e-14
 
 
 def test_a_new_generation_keeps_the_model_and_forgets_momentum(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_a_new_generation_keeps_the_model_and_forgets_momentum(tmp_path: Path) -
     run = small(tmp_path, "padamfed", vr=True)
     run.run(4)
     x = run.x
-    run.course.new_generation()
-    state = run.course.state
+    run.coordinator.new_generation()
+    state = run.coordinator.state
     assert torch.equal(state["model"], x)
     assert torch.equal(state["previous"], x)
     assert not state["momentum"].any()
@@ -291,7 +291,7 @@ def test_vectors_on_the_wire(tmp_path: Path, strategy: str, given: dict[str, Any
     """c and g never go apart: 40, 40, 50 and 60 vectors in a round of ten clients."""
     run = small(tmp_path, strategy, **given)
     uploads = run.step()
-    assert len(run.strategy.broadcast(run.course.state)) == down
+    assert len(run.strategy.broadcast(run.coordinator.state)) == down
     assert [len(upload.vectors) for upload in uploads] == [up] * 3
 
 
@@ -413,7 +413,7 @@ def test_scaffoldm_reaches_the_minimizer(tmp_path: Path, local: dict[str, float]
     given: dict[str, Any] = {"weights": weights, "local": local, "round": {"sample": sampled}}
     run = small(tmp_path, "scaffoldm", beta=0.4, **given).rest()
     assert run.distance(run.task.minimizer(weights)) < 1e-12
-    assert float(run.course.state["momentum"].abs().max()) < 1e-12
+    assert float(run.coordinator.state["momentum"].abs().max()) < 1e-12
 
 
 def test_fedcm_keeps_fedavgs_bias(tmp_path: Path) -> None:
@@ -460,15 +460,15 @@ def test_padamfed_reaches_the_minimizer_as_the_rate_falls(
     run = small(tmp_path, "padamfed", local={"lr": 1.0, "schedule": "exponential", "decay": 0.87}, **given)
     for rounds in (60, 40):
         run.run(rounds)
-        assert run.distance(run.task.minimizer(weights)) < 30 * run.course.lr(run.course.round)
-    assert run.course.lr(100) < 1.1e-6
+        assert run.distance(run.task.minimizer(weights)) < 30 * run.coordinator.lr(run.coordinator.round)
+    assert run.coordinator.lr(100) < 1.1e-6
 
 
 def test_padamfed_never_rests_at_a_constant_rate(tmp_path: Path) -> None:
     """Each client always moves; the server model circles the minimizer at a distance of the order of the rate."""
     for lr in (0.1, 0.01):
         run = small(tmp_path, "padamfed", local={"lr": lr})
-        run.course.state["model"] = torch.from_numpy(run.task.minimizer("uniform"))
+        run.coordinator.state["model"] = torch.from_numpy(run.task.minimizer("uniform"))
         models = run.path(60)[-20:]
         assert lr / 10 < float((models[1:] - models[:-1]).norm(dim=1).max())
         assert run.distance(run.task.minimizer("uniform")) < 20 * lr

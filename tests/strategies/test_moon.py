@@ -156,14 +156,14 @@ def test_the_gradient_is_that_of_the_literal_formula() -> None:
     """Both frozen models are in evaluation mode with buffers of their own: the server's, and the client's last."""
     simulation = tiny()
     simulation.run(2)
-    memory, course = simulation.memory("0"), simulation.course
+    memory, coordinator = simulation.memory("0"), simulation.coordinator
 
     def frozen(vector: Tensor, buffers: dict[str, Tensor]) -> nn.Module:
         simulation.model.load(vector, buffers)
         return copy.deepcopy(simulation.model.module).eval()
 
-    current = frozen(simulation.x, course.buffers)
-    previous = frozen(memory["previous"], {name: memory[name] for name in course.buffers})
+    current = frozen(simulation.x, coordinator.buffers)
+    previous = frozen(memory["previous"], {name: memory[name] for name in coordinator.buffers})
     assert not torch.equal(current[1].running_mean, previous[1].running_mean)
     task, data = simulation.task, simulation.data["0"].train
     work = Recorder(simulation.work("0"))
@@ -188,7 +188,11 @@ def test_the_recorded_loss_is_the_tasks() -> None:
     """Without the term, so that losses stay comparable between algorithms: one step from the same model."""
     moon, plain = tiny(steps=1), tiny(mu=0.0, steps=1)
     moon.run(2)
-    plain.course.round, plain.course.state["model"], plain.course.buffers = 2, moon.x, moon.course.buffers
+    plain.coordinator.round, plain.coordinator.state["model"], plain.coordinator.buffers = (
+        2,
+        moon.x,
+        moon.coordinator.buffers,
+    )
     for ours, theirs in zip(moon.step(), plain.step(), strict=True):
         assert ours.metrics["loss"] == theirs.metrics["loss"]
         assert not torch.equal(ours.vectors["delta"], theirs.vectors["delta"])
@@ -228,9 +232,9 @@ def test_a_strength_of_zero_is_fedavg_bit_for_bit() -> None:
     """With BatchNorm and dropout; nothing is kept."""
     task = Seen((9, 5, 8), dropout=0.3)
     moon, fedavg = tiny(mu=0.0, task=task), tiny(task=task)
-    fedavg.strategy = fedavg.course.strategy = create(Experiment.model_validate({"strategy": {"name": "fedavg"}}))
+    fedavg.strategy = fedavg.coordinator.strategy = create(Experiment.model_validate({"strategy": {"name": "fedavg"}}))
     assert torch.equal(moon.path(4), fedavg.path(4))
-    assert sha256(moon.course.buffers) == sha256(fedavg.course.buffers)
+    assert sha256(moon.coordinator.buffers) == sha256(fedavg.coordinator.buffers)
     assert all(moon.memory(name) == {} for name in moon.members)
     assert moon.x.abs().sum() > 0
 
@@ -261,7 +265,7 @@ def test_the_last_model_is_that_of_the_last_accepted_round() -> None:
             memory = simulation.memory(name)
             assert torch.allclose(memory["previous"], vector, atol=1e-6)
             assert all(torch.equal(memory[group], value) for group, value in buffers.items())
-            assert set(memory) == {"previous", *simulation.course.buffers}
+            assert set(memory) == {"previous", *simulation.coordinator.buffers}
     assert set(ended) == {"0", "1", "2"}
 
 

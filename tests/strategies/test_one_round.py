@@ -86,7 +86,7 @@ def test_scaffold(tmp_path: Path) -> None:
         control = (own["A"] + own["B"]) / 2
         simulation.step()
         assert simulation.x.item() == x
-        assert simulation.course.state["control"].item() == control
+        assert simulation.coordinator.state["control"].item() == control
         assert [simulation.memory(name)["control"].item() for name in "01"] == [own["A"], own["B"]]
     assert (x, own, control) == (0.1875, {"A": -1.625, "B": 2.5625}, 0.46875)
 
@@ -94,7 +94,7 @@ def test_scaffold(tmp_path: Path) -> None:
 def test_scaffold_with_data_weights(tmp_path: Path) -> None:
     """x = -0.0625 as FedAvg; c = c_A/4 + 3 c_B/4 = -0.25 + 2.25 = 2."""
     simulation = simulate(tmp_path, "scaffold", weights="data")
-    assert (simulation.run(1).item(), simulation.course.state["control"].item()) == (-0.0625, 2.0)
+    assert (simulation.run(1).item(), simulation.coordinator.state["control"].item()) == (-0.0625, 2.0)
 
 
 def test_hafedho(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_hafedho(tmp_path: Path) -> None:
         g = (own["A"] + own["B"]) / 2
         x -= LR * g
         simulation.step()
-        state = simulation.course.state
+        state = simulation.coordinator.state
         assert (state["model"].item(), state["gradient"].item(), state["cohort"].item()) == (x, g, 2)
         assert state["loss"].item() == (loss("A", done["A"]) + loss("B", done["B"])) / 2
     assert (x, g, own) == (0.0703125, 1.21875, {"A": -0.9375, "B": 3.375})
@@ -135,7 +135,7 @@ def test_fedcm(tmp_path: Path) -> None:
         x, m = x + change, -change / (LR * 1.5)
         simulation.step()
         assert simulation.x.item() == x
-        assert simulation.course.state["momentum"].item() == pytest.approx(m, abs=1e-15)
+        assert simulation.coordinator.state["momentum"].item() == pytest.approx(m, abs=1e-15)
     assert x == 0.18359375
 
 

@@ -231,7 +231,7 @@ def test_each_is_what_plain_torch_makes(strategy: str, tmp_path: Path) -> None:
             assert close(slot.view(driver.x), plain.shared[name]), name
         for group, layout in model.buffer_layouts.items():
             for name, slot in layout.items() if not group.startswith("personal.") else ():
-                assert close(slot.view(driver.course.buffers[group]), plain.shared[name]), name
+                assert close(slot.view(driver.coordinator.buffers[group]), plain.shared[name]), name
         for client in plain.sampled:
             mine = own_part(model, driver.memory(client))
             assert mine.keys() == plain.personal
@@ -252,7 +252,7 @@ def test_each_is_what_plain_torch_makes(strategy: str, tmp_path: Path) -> None:
             assert summary["worst"] == pytest.approx(worst, abs=1e-10)
             assert values[summary["client"]] == pytest.approx(worst, abs=1e-10)
     assert len(plain.sampled) == 3, "two were never sampled: they were evaluated with the initial part"
-    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
 
 
 # --- which parts
@@ -431,15 +431,15 @@ def test_a_reply_that_is_lost_leaves_the_own_part(strategy: str, tmp_path: Path)
     driver.step()
     driver.step(lost="3")
     before = own_part(driver.model, driver.memory("3"))
-    assert result.history[1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert result.history[1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
     module = driver.model.module
-    driver.model.load(driver.x, driver.course.buffers)
+    driver.model.load(driver.x, driver.coordinator.buffers)
     driver.model.load_personal(driver.memory("3"))
     state = module.state_dict()
     assert all(torch.equal(state[name], value) for name, value in before.items())
     driver.step()
     driver.step()
-    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
 
 
 def test_a_wiped_disk_starts_the_own_part_anew(tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_composes_and_resumes(given: dict[str, Any], tmp_path: Path) -> None:
     alike(ran(tmp_path / "run", experiment, on_disk(tmp_path / "run"), resume=True), straight)
     driver = Simulation(experiment)
     driver.run(4)
-    assert straight.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert straight.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
     assert weights(start(experiment, rounds=4)) == straight.history[-1]["sha256"]
     for name in driver.members:
         for key, value in driver.memory(name).items():

@@ -94,7 +94,7 @@ def test_one_round_of_pfedafm() -> None:
             mine = own_part(driver.model, driver.memory(name))
             got = [mine[key].item() for key in ("private.weight", "head.weight", "alpha")]
             assert got == pytest.approx(own[name], rel=1e-13)
-        if driver.course.round == 1:
+        if driver.coordinator.round == 1:
             assert (own["A"], own["B"], s) == ([0.875, 1.1875, 0.625], [-0.5, 0.5, 1.0], 0.685302734375)
 
 
@@ -196,7 +196,7 @@ def test_rounds_are_what_plain_torch_makes(tmp_path: Path) -> None:
         assert found["worst"] == pytest.approx(max(losses), abs=1e-10)
         assert result.history[number - 1]["central"] == {}
     assert below > 5, "alpha moved off its bounds"
-    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.course.buffers})
+    assert result.history[-1]["sha256"] == sha256({"model": driver.x, **driver.coordinator.buffers})
 
 
 def test_only_the_shared_extractor_leaves_a_client(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_trackers_keep_their_fixed_point(
     given = {"weights": weights, "local": local, "round": {"sample": sampled}}
     run = Simulation(experiment(tmp_path, strategy, **given)).rest(tolerance=1e-13)
     assert run.distance(run.task.minimizer(weights)) < 1e-11
-    assert float(run.course.state[tracker].abs().max()) < 1e-11
+    assert float(run.coordinator.state[tracker].abs().max()) < 1e-11
     for i in range(6):
         gradient = torch.from_numpy(DATA["curvatures"][i]) * (run.x - torch.from_numpy(DATA["centers"][i]))
         assert float((run.memory(str(i))[tracker] - gradient).abs().max()) < 1e-11

@@ -82,7 +82,7 @@ def test_scaffolds_control_is_option_two(tmp_path: Path) -> None:
     simulation = Simulation(experiment(tmp_path, "scaffold", local={"lr": LR}, round={"sample": 3}))
     for _ in range(8):
         before = {name: simulation.memory(name).get("control", 0) for name in simulation.members}
-        control = simulation.course.state["control"]
+        control = simulation.coordinator.state["control"]
         for upload in simulation.step():
             option = before[upload.name] - control - upload.vectors["delta"] / (upload.steps * LR)
             assert apart(simulation.memory(upload.name)["control"], option) < 1e-12

@@ -92,7 +92,7 @@ def test_the_sum_of_what_was_sent_is_the_sum_of_what_was_meant(tmp_path: Path) -
         parts = [run.memory(name) for name in run.members]
         zero = torch.zeros_like(run.x)
         owed = [m.get("control", zero) - m.get("residual.control", zero) for m in parts]
-        assert torch.allclose(run.course.state["control"], torch.stack(owed).mean(0), atol=1e-12)
+        assert torch.allclose(run.coordinator.state["control"], torch.stack(owed).mean(0), atol=1e-12)
 
 
 @pytest.mark.parametrize("feedback", ["ef14", "ef21"])

@@ -23,7 +23,7 @@ from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import Course, upload_seed
+from strategies.protocol.coordinator import Coordinator, upload_seed
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
 from strategies.protocol.messages import Reply, ReplyHead, TrainHead
@@ -65,9 +65,9 @@ def experiment(folder: Path, strategy: str = "fedavg", **given: Any) -> Experime
 
 
 class Simulation:
-    """The four methods of a strategy, driven by the real `Course` and `LocalWork`; only messages are missing.
+    """The four methods of a strategy, driven by the real `Coordinator` and `LocalWork`; only messages are missing.
 
-    `course` holds the server state after the last round; `memory(name)` is what the server knows of a client:
+    `coordinator` holds the server state after the last round; `memory(name)` is what the server knows of a client:
     its version of the last accepted round. A test holds this driver to the real loop, bit for bit.
     """
 
@@ -77,7 +77,7 @@ class Simulation:
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
-        self.course = Course.begin(self.strategy, experiment, "run", self.model)
+        self.coordinator = Coordinator.begin(self.strategy, experiment, "run", self.model)
         self.codec = Codec(experiment.compression, self.model.layout)
         self.downlink = Downlink(self.strategy, experiment, self.model.layout)
         self.forward = Forward
@@ -91,7 +91,7 @@ class Simulation:
     @property
     def x(self) -> Tensor:
         """The server model (d,)."""
-        return self.course.state["model"]
+        return self.coordinator.state["model"]
 
     def join(self, names: Iterable[str]) -> None:
         """Put clients on the roll, before round 1 or later."""
@@ -99,49 +99,49 @@ class Simulation:
             data = self.data[name] = self.task.client(name)
             steps = local_steps(data, self.experiment.local)
             member = Member(name, 0, len(data.train), len(data.evaluate), steps)
-            self.course.admit([member])
+            self.coordinator.admit([member])
             self.members[name] = member
 
     def memory(self, name: str) -> State:
         """The client's memory as of its last accepted upload; empty before the first."""
-        course = self.course
-        return self.versions.get((name, course.generation, course.accepted.get(name, 0)), {})
+        coordinator = self.coordinator
+        return self.versions.get((name, coordinator.generation, coordinator.accepted.get(name, 0)), {})
 
     def received(self, name: str) -> State:
         """The broadcast of the next round as the client gets it, by the way that its last acceptance allows."""
-        course, round = self.course, self.course.round + 1
-        broadcast = self.strategy.broadcast(course.state if self.informed is None else self.informed)
-        sent, digest = self.downlink.whole(broadcast, course.downlink), ""
-        if self.downlink.saves and round > 1 and course.accepted.get(name) == round - 1:
-            sent, digest = self.downlink.rest(broadcast, course.downlink)
+        coordinator, round = self.coordinator, self.coordinator.round + 1
+        broadcast = self.strategy.broadcast(coordinator.state if self.informed is None else self.informed)
+        sent, digest = self.downlink.whole(broadcast, coordinator.downlink), ""
+        if self.downlink.saves and round > 1 and coordinator.accepted.get(name) == round - 1:
+            sent, digest = self.downlink.rest(broadcast, coordinator.downlink)
         return self.downlink.receive(copies(sent), self.memory(name), self.model.vector, round, digest)
 
     def work(self, name: str) -> LocalWork:
         """What the client `name` is given in the next round, the server model loaded."""
-        course, round = self.course, self.course.round + 1
+        coordinator, round = self.coordinator, self.coordinator.round + 1
         received, memory = self.received(name), self.memory(name)
-        self.model.load(received["model"], course.buffers)
+        self.model.load(received["model"], coordinator.buffers)
         self.model.load_personal(memory)
-        budget = course.pace.budget(round, self.members[name])
+        budget = coordinator.participation.budget(round, self.members[name])
         head = TrainHead(
             experiment="",
-            run=course.run,
+            run=coordinator.run,
             client=name,
-            generation=course.generation,
+            generation=coordinator.generation,
             round=round,
-            accepted=course.accepted.get(name, 0),
+            accepted=coordinator.accepted.get(name, 0),
             keep=[],
-            share=course.known[name] / course.total,
-            lr=course.lr(round),
-            layout=course.layout,
+            share=coordinator.known[name] / coordinator.total,
+            lr=coordinator.lr(round),
+            layout=coordinator.layout,
             epochs=budget.epochs,
             steps=budget.steps,
         )
-        return LocalWork(self, head, self.data[name], received, memory, course.assigned.get(name, {}))
+        return LocalWork(self, head, self.data[name], received, memory, coordinator.assigned.get(name, {}))
 
     def train(self, name: str, phase: str = "") -> Upload:
         """One client's round: its new memory is stored as clients do, its upload checked as the server does."""
-        course, round = self.course, self.course.round + 1
+        coordinator, round = self.coordinator, self.coordinator.round + 1
         held = self.memory(name)
         if self.strategy.survey and not phase and self.codec.remembers:
             upload = self._upload(self.work(name), name, "survey")
@@ -152,47 +152,47 @@ class Simulation:
         sent, residuals = self._encode(upload, kinds, name, held)
         if not phase and self.strategy.memory_kind(self.experiment) != "none":
             kept = work.remembered() | self.downlink.remember(work.received) | residuals
-            self.versions[name, course.generation, round] = copies(kept)
+            self.versions[name, coordinator.generation, round] = copies(kept)
         head = ReplyHead(
-            run=course.run,
+            run=coordinator.run,
             client=name,
-            generation=course.generation,
+            generation=coordinator.generation,
             round=round,
-            layout=course.layout,
+            layout=coordinator.layout,
             status="ok",
             examples=upload.examples,
             steps=upload.steps,
             lr=upload.lr,
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
-        return course.check(round, name, reply, phase)
+        return coordinator.check(round, name, reply, phase)
 
     def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
         before = torch.get_rng_state()
         # As the client's fork_rng and manual_seed, without the half millisecond that they spend on devices.
-        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, self.course.round + 1))
+        torch.default_generator.manual_seed(derive(self.experiment.seed, "torch", name, self.coordinator.round + 1))
         upload = self.strategy.look(work) if phase else self.strategy.local(work)
         torch.set_rng_state(before)
         return upload
 
     def _encode(self, upload: Upload, kinds: Mapping[str, Kind], name: str, held: State) -> tuple[State, State]:
-        round, seed = self.course.round + 1, self.experiment.seed
+        round, seed = self.coordinator.round + 1, self.experiment.seed
         return self.codec.encode(upload.vectors, kinds, held, lambda group: upload_seed(seed, name, round, group))
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
-        course, wanted = self.course, self.experiment.round.sample or len(self.members)
-        round = course.round + 1
-        present = course.pace.present(round, 0, self.members)
+        coordinator, wanted = self.coordinator, self.experiment.round.sample or len(self.members)
+        round = coordinator.round + 1
+        present = coordinator.participation.present(round, 0, self.members)
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
-        late = course.pace.late(round, [self.members[name] for name in chosen])
+        late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]
-        course.assigned = self.strategy.assign(course.state, self.sampled, round)
+        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round)
         self.informed = None
         if self.strategy.survey:
-            self.informed = course.inform(round, [self.train(name, "survey") for name in self.sampled])
+            self.informed = coordinator.inform(round, [self.train(name, "survey") for name in self.sampled])
         uploads = [self.train(name) for name in self.sampled]
-        return course.advance(round, [u for u in uploads if u.name not in set(lost)], self.informed)
+        return coordinator.advance(round, [u for u in uploads if u.name not in set(lost)], self.informed)
 
     def run(self, rounds: int) -> Tensor:
         """Some rounds; returns the server model (d,)."""

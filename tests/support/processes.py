@@ -251,8 +251,8 @@ def replay(settings: Experiment, history: Sequence[Mapping[str, Any]], names: Se
     for record in history:
         tries = [*(void["sampled"] for void in record["void"]), record["sampled"]]
         simulation.join(sorted({name for sampled in tries for name in sampled} - simulation.members.keys()))
-        while simulation.course.generation < record["generation"]:
-            simulation.course.new_generation()
+        while simulation.coordinator.generation < record["generation"]:
+            simulation.coordinator.new_generation()
         simulation.step(lost=simulation.members.keys() - set(record["accepted"]))
         assert vector.sha256({"model": simulation.x}) == record["sha256"], f"round {record['round']}: {record}"
     return simulation
@@ -272,10 +272,10 @@ def check(
     history, last = folder.history(), checkpoint(folder)
     assert [record["round"] for record in history] == list(range(1, settings.rounds + 1))
     simulation = replay(settings, history, names)
-    assert last.accepted == simulation.course.accepted
-    assert last.state.keys() == simulation.course.state.keys()
+    assert last.accepted == simulation.coordinator.accepted
+    assert last.state.keys() == simulation.coordinator.state.keys()
     for name, value in last.state.items():
-        assert torch.equal(value, simulation.course.state[name]), name
+        assert torch.equal(value, simulation.coordinator.state[name]), name
     for name, version in last.accepted.items() if memory else ():
         kept = DiskMemory(memory / name).load(last.run, name, last.generation, version)
         assert kept is not None, f"client {name} has lost version {version}"

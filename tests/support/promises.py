@@ -16,7 +16,7 @@ from common.experiment import Experiment
 from common.vector import State, sha256
 from server.rounds.checkpoint import read
 from server.rounds.folder import MODEL, RunFolder
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, TrainHead, read_head
 from tests.support.helpers import Simulation
 from tests.support.network import Client
@@ -24,7 +24,7 @@ from tests.support.network import Client
 
 @dataclass(frozen=True)
 class Event:
-    """A change of the server's course, and a digest of all that it is afterwards."""
+    """A change of the server's coordinator, and a digest of all that it holds afterwards."""
 
     kind: str
     digest: str
@@ -64,39 +64,46 @@ class Timeline:
         del self.events[self._marks[newest.round] :]
         return newest.round
 
-    def mark(self, course: Course) -> None:
-        self._marks[course.round] = len(self.events)
+    def mark(self, coordinator: Coordinator) -> None:
+        self._marks[coordinator.round] = len(self.events)
 
     def hook(self, patch: pytest.MonkeyPatch) -> None:
-        """Take notes of what happens to a course. `advanced` is called by the world."""
-        admit, renew, messages, lost = Course.admit, Course.new_generation, Course.messages, Course.lost_memory
+        """Take notes of what happens to a coordinator. `advanced` is called by the world."""
+        admit, renew, messages, lost = (
+            Coordinator.admit,
+            Coordinator.new_generation,
+            Coordinator.messages,
+            Coordinator.lost_memory,
+        )
 
-        def noted_admit(course: Course, members: Any) -> None:
+        def noted_admit(coordinator: Coordinator, members: Any) -> None:
             members = list(members)
-            admit(course, members)
-            self._note(course, "join", tuple(member.name for member in members))
+            admit(coordinator, members)
+            self._note(coordinator, "join", tuple(member.name for member in members))
 
-        def noted_generation(course: Course) -> None:
-            renew(course)
+        def noted_generation(coordinator: Coordinator) -> None:
+            renew(coordinator)
             self.generations += 1
-            self._note(course, "generation")
-            for tracker in course.strategy.trackers:
-                assert not course.state[tracker].any(), f"{tracker} is not zero in generation {course.generation}"
+            self._note(coordinator, "generation")
+            for tracker in coordinator.strategy.trackers:
+                assert not coordinator.state[tracker].any(), (
+                    f"{tracker} is not zero in generation {coordinator.generation}"
+                )
 
-        def noted_messages(course: Course, *given: Any) -> dict[str, Message]:
-            self._sent = messages(course, *given)
+        def noted_messages(coordinator: Coordinator, *given: Any) -> dict[str, Message]:
+            self._sent = messages(coordinator, *given)
             return self._sent
 
-        def noted_lost(course: Course, name: str) -> bool:
-            bound = lost(course, name)
+        def noted_lost(coordinator: Coordinator, name: str) -> bool:
+            bound = lost(coordinator, name)
             if not bound:
-                self._note(course, "loss", (name,))
+                self._note(coordinator, "loss", (name,))
             return bound
 
-        patch.setattr(Course, "lost_memory", noted_lost)
-        patch.setattr(Course, "admit", noted_admit)
-        patch.setattr(Course, "new_generation", noted_generation)
-        patch.setattr(Course, "messages", noted_messages)
+        patch.setattr(Coordinator, "lost_memory", noted_lost)
+        patch.setattr(Coordinator, "admit", noted_admit)
+        patch.setattr(Coordinator, "new_generation", noted_generation)
+        patch.setattr(Coordinator, "messages", noted_messages)
 
     def asked(self, client: Client, message: Message) -> None:
         """A client is about to work on a message."""
@@ -114,51 +121,55 @@ class Timeline:
         kept = client.load(run, generation, version)
         self._values[name, run, generation, version] = {key: value.clone() for key, value in kept.items()}
 
-    def advanced(self, course: Course, round: int, accepted: Sequence[str]) -> None:
+    def advanced(self, coordinator: Coordinator, round: int, accepted: Sequence[str]) -> None:
         """The server has accepted a round. Checks all that must hold now."""
         forgot = {name for name in accepted if self._sent[name].metadata.message_id in self._forgot}
-        assert not forgot or course.strategy.memory_kind(course.experiment) == "own"
-        self._note(course, "round", tuple(accepted), round, tuple(self._sent), frozenset(forgot))
-        self._check_balance(course, accepted)
-        self._check_kept(course)
+        assert not forgot or coordinator.strategy.memory_kind(coordinator.experiment) == "own"
+        self._note(coordinator, "round", tuple(accepted), round, tuple(self._sent), frozenset(forgot))
+        self._check_balance(coordinator, accepted)
+        self._check_kept(coordinator)
 
-    def _note(self, course: Course, kind: str, *more: Any) -> None:
-        self.events.append(Event(kind, digest(course), *more, generation=course.generation))
+    def _note(self, coordinator: Coordinator, kind: str, *more: Any) -> None:
+        self.events.append(Event(kind, digest(coordinator), *more, generation=coordinator.generation))
 
-    def _memory(self, course: Course, name: str) -> State:
+    def _memory(self, coordinator: Coordinator, name: str) -> State:
         """A client's accepted version, {} before the first. One that was destroyed is taken as it was saved."""
-        version = course.accepted.get(name)
+        version = coordinator.accepted.get(name)
         if version is None:
             return {}
-        if (course.run, course.generation, version) in self._clients[name].lost:
-            return self._values[name, course.run, course.generation, version]
-        kept: State | None = self._clients[name].load(course.run, course.generation, version)
+        if (coordinator.run, coordinator.generation, version) in self._clients[name].lost:
+            return self._values[name, coordinator.run, coordinator.generation, version]
+        kept: State | None = self._clients[name].load(coordinator.run, coordinator.generation, version)
         assert kept is not None, f"client {name} has lost its accepted version {version}"
         return kept
 
-    def _check_balance(self, course: Course, accepted: Sequence[str]) -> None:
+    def _check_balance(self, coordinator: Coordinator, accepted: Sequence[str]) -> None:
         """Tracker == sum_i q_i (accepted memory of i, less what compression still owes) over all known clients;
         HaFedHo's g is the cohort mean. EF21's copies are alike on both sides."""
-        for key, copy in course.copies.items():
+        for key, copy in coordinator.copies.items():
             name, _, entry = key.partition("/")
-            assert torch.equal(self._memory(course, name)[entry], copy), f"round {course.round}: {key} differs"
+            assert torch.equal(self._memory(coordinator, name)[entry], copy), (
+                f"round {coordinator.round}: {key} differs"
+            )
         key, whom = "gradient", list(accepted)  # HaFedHo
-        if not course.strategy.trackers and course.experiment.compression.up != "none":
+        if not coordinator.strategy.trackers and coordinator.experiment.compression.up != "none":
             return  # what arrives is another vector than what is kept
-        if course.strategy.trackers:
-            (key,), whom = course.strategy.trackers, list(course.known)
-        uniform = course.strategy.weights == "uniform"
-        mass = {name: 1 if uniform else course.known[name] for name in whom}
-        total, largest = torch.zeros_like(course.state[key]), 1.0
+        if coordinator.strategy.trackers:
+            (key,), whom = coordinator.strategy.trackers, list(coordinator.known)
+        uniform = coordinator.strategy.weights == "uniform"
+        mass = {name: 1 if uniform else coordinator.known[name] for name in whom}
+        total, largest = torch.zeros_like(coordinator.state[key]), 1.0
         for name in whom:
-            memory, zero = self._memory(course, name), torch.zeros_like(total)
+            memory, zero = self._memory(coordinator, name), torch.zeros_like(total)
             own = memory.get(key, zero) - memory.get(f"residual.{key}", zero)
             total += own * (mass[name] / sum(mass.values()))
             largest = max(largest, float(own.abs().max()))
-        error = float((course.state[key] - total).abs().max())
-        assert error <= 1e-12 * largest, f"round {course.round}: the server's {key} is {error:.3g} off its clients'"
+        error = float((coordinator.state[key] - total).abs().max())
+        assert error <= 1e-12 * largest, (
+            f"round {coordinator.round}: the server's {key} is {error:.3g} off its clients'"
+        )
 
-    def _check_kept(self, course: Course) -> None:
+    def _check_kept(self, coordinator: Coordinator) -> None:
         """Every version that this server, or one resumed from a kept checkpoint, may ask for is on its disk.
 
         Those of a generation that the client has left are not: asked for one, it starts a new generation."""
@@ -171,8 +182,9 @@ class Timeline:
                 client, key = self._clients[name], (kept.run, kept.generation, version)
                 if key in client.lost or client.load(*key) is not None:
                     continue
-                assert kept.generation < course.generation, (
-                    f"round {course.round}: client {name} dropped version {version}, checkpoint {kept.round} needs it"
+                assert kept.generation < coordinator.generation, (
+                    f"round {coordinator.round}: client {name} dropped version {version}, "
+                    f"checkpoint {kept.round} needs it"
                 )
                 self.forsaken += 1
 
@@ -188,10 +200,10 @@ class Timeline:
         newest = read(self._folder.checkpoints / f"{self._experiment.rounds:09d}.safetensors")
         assert newest is not None
         assert sha256({**newest[0].state, **newest[0].buffers}) == sha256(
-            {**replayed.course.state, **replayed.course.buffers}
+            {**replayed.coordinator.state, **replayed.coordinator.buffers}
         )
-        assert newest[0].accepted == replayed.course.accepted
-        assert newest[0].generation == replayed.course.generation
+        assert newest[0].accepted == replayed.coordinator.accepted
+        assert newest[0].generation == replayed.coordinator.generation
         assert torch.equal(load_file(self._folder.path / MODEL)["w"], replayed.x)
 
 
@@ -207,18 +219,18 @@ class Replay(Simulation):
         return {} if name in self.forgot else super().memory(name)
 
     def repeat(self, event: Event) -> None:
-        """The same change of the course."""
+        """The same change."""
         if event.kind == "join":
             self.join(event.names)
         elif event.kind == "generation":
-            self.course.new_generation()
+            self.coordinator.new_generation()
         elif event.kind == "loss":
-            assert not self.course.lost_memory(event.names[0])
+            assert not self.coordinator.lost_memory(event.names[0])
         else:
             self.sampled, self.forgot = list(event.sampled), event.forgot
-            self.course.assigned = self.strategy.assign(self.course.state, self.sampled, event.round)
-            self.course.advance(event.round, [self.train(name) for name in event.names])
-            self.models.append(sha256({"model": self.x, **self.course.buffers}))
+            self.coordinator.assigned = self.strategy.assign(self.coordinator.state, self.sampled, event.round)
+            self.coordinator.advance(event.round, [self.train(name) for name in event.names])
+            self.models.append(sha256({"model": self.x, **self.coordinator.buffers}))
 
 
 def replay(experiment: Experiment, events: Sequence[Event]) -> Replay:
@@ -226,12 +238,17 @@ def replay(experiment: Experiment, events: Sequence[Event]) -> Replay:
     run = Replay(experiment)
     for event in events:
         run.repeat(event)
-        assert digest(run.course) == event.digest, f"the run and its fault-free repetition part at {event}"
+        assert digest(run.coordinator) == event.digest, f"the run and its fault-free repetition part at {event}"
     return run
 
 
-def digest(course: Course) -> str:
+def digest(coordinator: Coordinator) -> str:
     """All bits of the state, and all that is known of the clients."""
-    more = sorted(course.accepted.items()), sorted(course.known.items()), course.generation, course.round
-    parts = (course.state | course.buffers, course.copies, course.downlink)
+    more = (
+        sorted(coordinator.accepted.items()),
+        sorted(coordinator.known.items()),
+        coordinator.generation,
+        coordinator.round,
+    )
+    parts = (coordinator.state | coordinator.buffers, coordinator.copies, coordinator.downlink)
     return f"{[sha256(part) for part in parts]} {more}"

@@ -27,7 +27,7 @@ from server.rounds.checkpoint import Checkpoints, read
 from server.rounds.folder import HISTORY, RunFolder
 from server.rounds.loop import Rounds
 from server.rounds.prepare import prepare
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from tests.support.network import Client, Network
 from tests.support.promises import Timeline
 from tests.support.schedules import DEADLINE_S, JOINS_AT, ON_SERVER, Fault, Killed, Schedule
@@ -248,11 +248,11 @@ class World:
         patch.setattr(DiskMemory, "save", killed_save)
 
     def _hook_server(self, patch: pytest.MonkeyPatch) -> None:
-        advance, append, save, wait = Course.advance, RunFolder.append, Checkpoints.save, Checkpoints.wait
+        advance, append, save, wait = Coordinator.advance, RunFolder.append, Checkpoints.save, Checkpoints.wait
 
-        def killed_advance(course: Course, round: int, uploads: Any, *informed: Any) -> Any:
-            result = advance(course, round, uploads, *informed)
-            self.timeline.advanced(course, round, [upload.name for upload in result])
+        def killed_advance(coordinator: Coordinator, round: int, uploads: Any, *informed: Any) -> Any:
+            result = advance(coordinator, round, uploads, *informed)
+            self.timeline.advanced(coordinator, round, [upload.name for upload in result])
             self.kill("server killed after the aggregate")
             return result
 
@@ -264,14 +264,14 @@ class World:
             append(folder, record)
             self.kill("server killed after the line")
 
-        def killed_save(checkpoints: Checkpoints, course: Course) -> None:
+        def killed_save(checkpoints: Checkpoints, coordinator: Coordinator) -> None:
             checkpoints.wait()
             self._gate.clear()
             self._torn = self.due("server killed in the checkpoint") is not None
             self._saving = True
-            save(checkpoints, course)
+            save(checkpoints, coordinator)
             self._saving = False
-            self.timeline.mark(course)
+            self.timeline.mark(coordinator)
             if not self.slow_disk:
                 checkpoints.wait()
             damage = self.due("newest checkpoint damaged")
@@ -286,7 +286,7 @@ class World:
                 self._gate.set()
             wait(checkpoints)
 
-        patch.setattr(Course, "advance", killed_advance)
+        patch.setattr(Coordinator, "advance", killed_advance)
         patch.setattr(RunFolder, "append", killed_append)
         patch.setattr(Checkpoints, "save", killed_save)
         patch.setattr(Checkpoints, "wait", opened_wait)

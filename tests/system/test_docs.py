@@ -133,7 +133,7 @@ def test_contributing_leads_to_an_algorithm(tmp_path: Path, monkeypatch: pytest.
     two = {"alpha": 0.5, "arrays": test_one_round.ARRAYS, "local": {"lr": test_one_round.LR}}
     run = Simulation(quadratic(tmp_path, "yours", **two))
     moved = {upload.name: float(upload.vectors["delta"]) for upload in run.step()}
-    state = {"x": float(run.x), "m": float(run.course.state["momentum"])}
+    state = {"x": float(run.x), "m": float(run.coordinator.state["momentum"])}
     told = re.search(r"moves A by (\S+) and B by (\S+), so x = (\S+) and m = (\d)\.", text)
     assert told
     assert [moved["0"], moved["1"], *state.values()] == [float(number) for number in told.groups()]

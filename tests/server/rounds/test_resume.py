@@ -123,10 +123,10 @@ def test_killed_between_the_line_and_its_checkpoint(
     """The line of round 5 is there, its checkpoint is not: the round is run again, the line not doubled."""
     save = Checkpoints.save
 
-    def killed(self: Checkpoints, course: Any) -> None:
-        if course.round == 5:
+    def killed(self: Checkpoints, coordinator: Any) -> None:
+        if coordinator.round == 5:
             raise KeyboardInterrupt
-        save(self, course)
+        save(self, coordinator)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", killed)

@@ -189,12 +189,12 @@ def test_a_restarted_client_comes_back_once_its_old_node_is_gone(tmp_path: Path,
 
 def test_a_node_with_another_number_of_examples_is_refused_as_a_whole(tmp_path: Path) -> None:
     """Nothing of it enters the roll, so that trackers stay averages over the same clients."""
-    course = Simulation(experiment(tmp_path, "scaffold"), "01").course
-    known, control = dict(course.known), course.state["control"]
+    coordinator = Simulation(experiment(tmp_path, "scaffold"), "01").coordinator
+    known, control = dict(coordinator.known), coordinator.state["control"]
     with pytest.raises(Refused, match="client '0' announced 30 training examples at first and 7 now"):
-        course.admit([Member("5", 1, 3, 0, 1), Member("0", 1, 7, 0, 1)])
-    assert course.known == known
-    assert course.state["control"] is control
+        coordinator.admit([Member("5", 1, 3, 0, 1), Member("0", 1, 7, 0, 1)])
+    assert coordinator.known == known
+    assert coordinator.state["control"] is control
 
 
 # --- garbage

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from client.memory.versions import DiskMemory
 from common.experiment import Experiment
 from strategies.fagc import FAGC
-from strategies.protocol.coordinator import Course
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import sample
 from strategies.scaffold import Scaffold
 from tests.support.corruption import MESSAGE, REPLY
@@ -204,14 +204,14 @@ def test_a_client_that_keeps_too_little_is_noticed(monkeypatch: pytest.MonkeyPat
 
 def test_a_server_that_acknowledges_what_it_did_not_use_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone who was asked counts as accepted."""
-    advance = Course.advance
+    advance = Coordinator.advance
 
-    def generous(course: Course, round: int, uploads: Any, *informed: Any) -> Any:
-        result = advance(course, round, uploads, *informed)
-        course.accepted = dict.fromkeys(course.known, round)
+    def generous(coordinator: Coordinator, round: int, uploads: Any, *informed: Any) -> Any:
+        result = advance(coordinator, round, uploads, *informed)
+        coordinator.accepted = dict.fromkeys(coordinator.known, round)
         return result
 
-    monkeypatch.setattr(Course, "advance", generous)
+    monkeypatch.setattr(Coordinator, "advance", generous)
     fails(Schedule([Fault("reply dropped", 3, 1)]), "off its clients'|part at")
 
 

@@ -13,15 +13,15 @@ from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from server.rounds.prepare import prepare
 from strategies.protocol.members import Member
-from strategies.protocol.participation import Budget, Pace
+from strategies.protocol.participation import Budget, Participation
 from tests.support.faults import FaultyGrid, head, lies, ran, toy
 from tests.support.helpers import Simulation, experiment
 
 NAMES = [str(number) for number in range(200)]
 
 
-def pace(seed: int = 0, **tables: dict[str, Any]) -> Pace:
-    return Pace(Experiment.model_validate({"seed": seed, **tables}))
+def participation(seed: int = 0, **tables: dict[str, Any]) -> Participation:
+    return Participation(Experiment.model_validate({"seed": seed, **tables}))
 
 
 def member(name: str, steps: int = 40) -> Member:
@@ -38,15 +38,15 @@ def csv(path: Path, *lines: str) -> str:
 
 def test_by_default_all_do_all() -> None:
     """Nothing is asked beyond the settings, nobody is late, no clock runs."""
-    assert pace().budget(1, member("0")) == Budget()
-    assert pace().present(1, 0, NAMES) == NAMES
-    assert pace().late(1, [member("0")]) == {}
-    assert pace().clock(1, [member("0")]) is None
+    assert participation().budget(1, member("0")) == Budget()
+    assert participation().present(1, 0, NAMES) == NAMES
+    assert participation().late(1, [member("0")]) == {}
+    assert participation().clock(1, [member("0")]) is None
 
 
 def test_uniform_epochs() -> None:
     """U(2, 5): each of 2, 3, 4, 5 for a quarter of 200 clients x 20 rounds (deviation sqrt(4000 * 3/16) = 27)."""
-    drawn = pace(speed={"kind": "uniform"})
+    drawn = participation(speed={"kind": "uniform"})
     counts = Counter(drawn.budget(round, member(name)).epochs for round in range(1, 21) for name in NAMES)
     assert counts.keys() == {2, 3, 4, 5}
     assert all(abs(count - 1000) < 4 * 27 for count in counts.values())
@@ -56,7 +56,7 @@ def test_uniform_epochs() -> None:
 def test_stragglers_do_one_step_to_all() -> None:
     """A share of 1/2: so many are bounded, by 1 to 39 of 40 steps; the others are not."""
     found = [
-        pace(speed={"kind": "stragglers", "share": 0.5}).budget(round, member(name))
+        participation(speed={"kind": "stragglers", "share": 0.5}).budget(round, member(name))
         for round in range(1, 6)
         for name in NAMES
     ]
@@ -69,7 +69,9 @@ def test_stragglers_do_one_step_to_all() -> None:
 
 def test_stragglers_that_are_dropped() -> None:
     """`late = "drop"`: the same clients, and nothing of them counts."""
-    partial, dropped = (pace(speed={"kind": "stragglers", "share": 0.3, "late": late}) for late in ("partial", "drop"))
+    partial, dropped = (
+        participation(speed={"kind": "stragglers", "share": 0.3, "late": late}) for late in ("partial", "drop")
+    )
     members = [member(name) for name in NAMES]
     late = dropped.late(3, members)
     assert late.keys() == {m.name for m in members if partial.budget(3, m).steps}
@@ -79,7 +81,7 @@ def test_stragglers_that_are_dropped() -> None:
 def test_a_profile(tmp_path: Path) -> None:
     """10, 4 and 0.1 steps a second for 5 seconds: 40 of 40, 20 of 40, none. The clock stops at the deadline."""
     file = csv(tmp_path / "speeds.csv", "client,speed", "a,10", "b,4", "c,0.1")
-    given = pace(speed={"kind": "profile", "file": file, "deadline_s": 5.0})
+    given = participation(speed={"kind": "profile", "file": file, "deadline_s": 5.0})
     assert given.budget(1, member("a")) == Budget(seconds=4.0)
     assert given.budget(1, member("b")) == Budget(steps=20, seconds=5.0)
     assert given.late(1, map(member, "abc")) == {"c": "0 of 40 steps by the deadline"}
@@ -91,24 +93,24 @@ def test_a_profile(tmp_path: Path) -> None:
 def test_a_profile_without_deadline_only_runs_the_clock(tmp_path: Path) -> None:
     """All do all; the slowest decides: 40 steps at 4 a second."""
     file = csv(tmp_path / "speeds.csv", "client,speed", "a,10", "b,4")
-    given = pace(speed={"kind": "profile", "file": file})
+    given = participation(speed={"kind": "profile", "file": file})
     assert given.budget(1, member("b")).steps == 0
     assert given.clock(1, [member("a"), member("b")]) == 10.0
 
 
 def test_exactly_a_deadline_is_in_time() -> None:
     """3 steps at 0.3 a second take 10 seconds; 0.3 * 10 is below 3 in floating point, and still it is 3 steps."""
-    given = pace(speed={"kind": "profile", "speeds": [0.1 + 0.2 - 1e-12], "deadline_s": 10.0})
+    given = participation(speed={"kind": "profile", "speeds": [0.1 + 0.2 - 1e-12], "deadline_s": 10.0})
     assert given.budget(1, member("a", steps=3)).steps == 0
 
 
 def test_speeds_are_dealt_by_the_seed_and_stay() -> None:
     """A client keeps its speed from round to round; jitter moves it by exp(sigma z)."""
-    still = pace(speed={"kind": "profile", "speeds": [1.0, 2.0, 4.0]})
+    still = participation(speed={"kind": "profile", "speeds": [1.0, 2.0, 4.0]})
     seconds = {name: {still.budget(round, member(name)).seconds for round in range(1, 6)} for name in NAMES}
     assert all(len(each) == 1 for each in seconds.values())
     assert {min(each) for each in seconds.values()} == {10.0, 20.0, 40.0}
-    moving = pace(speed={"kind": "profile", "speeds": [4.0], "jitter": 0.5})
+    moving = participation(speed={"kind": "profile", "speeds": [4.0], "jitter": 0.5})
     logs = np.log([moving.budget(round, member(name)).seconds / 10 for round in range(1, 11) for name in NAMES])
     assert abs(logs.std() - 0.5) < 0.05
     assert abs(logs.mean()) < 0.05
@@ -119,14 +121,14 @@ def test_speeds_are_dealt_by_the_seed_and_stay() -> None:
 
 def test_bernoulli() -> None:
     """Each client in each round with probability 0.3: 200 x 50 draws, deviation sqrt(10000 * 0.21) = 46."""
-    given = pace(presence={"kind": "bernoulli", "probability": 0.3})
+    given = participation(presence={"kind": "bernoulli", "probability": 0.3})
     assert abs(sum(len(given.present(round, 0, NAMES)) for round in range(1, 51)) - 3000) < 4 * 46
     assert given.present(1, 0, NAMES) != given.present(1, 1, NAMES)
 
 
 def test_diurnal() -> None:
     """With a day of 20 rounds and a probability of 0.25 each client is there for 5 rounds in a row of each day."""
-    given = pace(presence={"kind": "diurnal", "probability": 0.25, "period": 20})
+    given = participation(presence={"kind": "diurnal", "probability": 0.25, "period": 20})
     for name in NAMES[:20]:
         there = [bool(given.present(round, 0, [name])) for round in range(1, 41)]
         assert there[:20] == there[20:]
@@ -136,7 +138,7 @@ def test_diurnal() -> None:
 def test_a_trace(tmp_path: Path) -> None:
     """Rounds from first to last, several spans a client; a second try at a round is a round later."""
     file = csv(tmp_path / "trace.csv", "client,first,last", "a,1,2", "b,2,4", "a,4,4")
-    given = pace(presence={"kind": "trace", "file": file})
+    given = participation(presence={"kind": "trace", "file": file})
     assert [given.present(round, 0, "abc") for round in range(1, 6)] == [["a"], ["a", "b"], ["b"], ["a", "b"], []]
     assert given.present(1, 1, "abc") == ["a", "b"]
 
@@ -147,12 +149,12 @@ def test_all_is_a_function_of_seed_name_and_round() -> None:
         "speed": {"kind": "profile", "speeds": [1.0, 3.0], "jitter": 1.0, "deadline_s": 9.0},
         "presence": {"kind": "bernoulli"},
     }
-    one, other = pace(7, **tables), pace(7, **tables)
+    one, other = participation(7, **tables), participation(7, **tables)
     forwards = [one.budget(round, member(name)) for round in (1, 2, 3) for name in NAMES]
     backwards = [other.budget(round, member(name)) for round in (3, 2, 1) for name in reversed(NAMES)]
     assert forwards == backwards[::-1]
     assert [n for n in NAMES if one.present(2, 0, [n])] == other.present(2, 0, NAMES)
-    assert pace(8, **tables).present(2, 0, NAMES) != other.present(2, 0, NAMES)
+    assert participation(8, **tables).present(2, 0, NAMES) != other.present(2, 0, NAMES)
 
 
 # --- in a run
