@@ -1,6 +1,6 @@
-"""What each algorithm costs and what it reaches, measured: memory, time, payload, and accuracy on one experiment.
+"""What each algorithm costs, measured: memory, time, payload. What it reaches: `benchmarks/accuracy.py`.
 
-    python -m benchmarks.algorithms [--only fagc scaffold] [--rounds 40] [--repeat 5] [--markdown]
+    python -m benchmarks.algorithms [--only fagc scaffold] [--repeat 5] [--no-time]
 
 Columns, in model-sized vectors wherever it says so:
 
@@ -12,9 +12,6 @@ Columns, in model-sized vectors wherever it says so:
                divided by the model's; the mean of rounds 3 to 5, in which every client is known
     paper      the count of the paper's table for 10 clients, where it gives one
     step       CPU time of a local step of a ResNet-18, relative to FedAvg's with SGD, the two in turn
-    accuracy   on the digits: 20 clients of Dirichlet(0.1), 10 of them a round, one epoch of batches of 32, defaults but
-               for the local rate (see RATES); %, mean of the last five rounds; of the clients' own models where these
-               are personal, which is another thing than the accuracy of one model for all
 
 "down", "up" and "memory" are of a multilayer perceptron with one hidden layer (its buffers: none).
 """
@@ -35,6 +32,7 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from benchmarks import models
+from benchmarks.accuracy import task_of
 from benchmarks.local_step import Synthetic
 from client.app import app
 from client.training.work import LocalWork
@@ -48,32 +46,25 @@ from server.rounds.loop import Rounds
 from server.rounds.prepare import prepare
 from strategies.protocol.messages import STATE
 from strategies.registry import REGISTRY
-from tests.support.helpers import Simulation
+from tests.support.helpers import MIXED, Simulation
 
 COHORT = 10
 PAPER = {"fagc": 35, "fant": 35, "scaffold": 40, "scaffoldm": 40, "padamfed": 60, "localadam": 20, "fedcm": 30}
-RATES = {"fagc": 3e-3, "fant": 3e-3, "localadam": 3e-3, "diloco": 1e-3, "muloco": 1e-3, "padamfed": 0.1, "hafedho": 0.1}
-FASTER = {"fedcm": 0.5, "scaffoldm": 0.5}
-"""Damped momentum scales the gradient by 0.1."""
 
 
-def experiment(algorithm: str, rounds: int = 5, **tables: Any) -> Experiment:
-    """The shared experiment."""
-    task: dict[str, Any] = {"name": "digits"}
+def experiment(algorithm: str, **tables: Any) -> Experiment:
+    """The shared experiment: five rounds."""
     values: dict[str, Any] = {
         "name": f"cost-{algorithm}",
-        "rounds": rounds,
+        "rounds": 5,
         "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 20},
+        "task": {"name": "digits", **task_of(algorithm)},
         "strategy": {"name": algorithm},
-        "local": {"lr": (RATES | FASTER).get(algorithm, 0.1), "batch_size": 32},
+        "local": {"lr": 0.01, "batch_size": 32},
         "round": {"sample": COHORT},
         **tables,
     }
-    if algorithm == "fedbn":
-        task |= {"model": "cnn", "width": 8}
-    if algorithm == "pfedafm":
-        task |= {"extractor": 32}
-    return Experiment.model_validate(values | {"task": task})
+    return Experiment.model_validate(values)
 
 
 class Counting(InProcessGrid):
@@ -95,7 +86,7 @@ class Counting(InProcessGrid):
         return reply
 
 
-def run(settings: Experiment) -> tuple[Counting, list[dict[str, Any]], Rounds]:
+def run(settings: Experiment) -> tuple[Counting, Rounds]:
     """A run in this process, and what crossed the wire."""
     grid = Counting()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,12 +94,12 @@ def run(settings: Experiment) -> tuple[Counting, list[dict[str, Any]], Rounds]:
         with place.open(False):
             rounds = Rounds(grid, prepare(settings), place, say=lambda text: None)
             rounds.run()
-        return grid, place.history(), rounds
+        return grid, rounds
 
 
 def payload(algorithm: str) -> tuple[float, float]:
     """Vectors down and up in a round of ten clients."""
-    grid, _, rounds = run(experiment(algorithm))
+    grid, rounds = run(experiment(algorithm))
     size = rounds._model.whole.nbytes  # with personal parts, which travel in no direction
     return tuple(sum(c[r] for r in (3, 4, 5)) / 3 / size for c in (grid.down, grid.up))  # type: ignore[return-value]
 
@@ -198,7 +189,7 @@ class Images(Synthetic):
 def trainer(algorithm: str, steps: int, batch: int) -> Callable[[], float]:
     """CPU seconds of one step of a client's third round, each time it is called."""
     settings = experiment(algorithm, local={"lr": 1e-3, "batch_size": batch, "steps": steps}, round={}, partition={})
-    simulation = Simulation(settings, task=Images(batch, algorithm == "pfedafm"))
+    simulation = Simulation(settings, task=Images(batch, algorithm in MIXED))
     simulation.run(2)
     informed(simulation, "0")
 
@@ -223,21 +214,10 @@ def ratios(algorithms: list[str], steps: int, batch: int, repeat: int) -> dict[s
     return found
 
 
-def accuracy(algorithm: str, rounds: int) -> float:
-    """%, the mean of the last five rounds; of the global model, or over clients of their own ones."""
-    _, history, _ = run(experiment(algorithm, rounds))
-    values = [
-        record["central"]["accuracy"] if record["central"] else record["personal"]["accuracy"]["weighted"]
-        for record in history[-5:]
-    ]
-    return 100 * sum(values) / len(values)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=REGISTRY, default=list(REGISTRY))
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
@@ -247,14 +227,14 @@ def main() -> None:
     logging.getLogger("client").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     times = {} if options.no_time else ratios(options.only, options.steps, options.batch, options.repeat)
-    print("| algorithm | server | memory | working | down | up | sum | paper | step | accuracy, % |")
-    print("| --- " * 10 + "|")
+    print("| algorithm | server | memory | working | down | up | sum | paper | step |")
+    print("| --- " * 9 + "|")
     for name in options.only:
         down, up = payload(name)
         state, memory = kept(name)
         cells: list[Any] = [f"`{name}`", *(f"{value:.2f}" for value in (state, memory, working(name), down, up))]
         cells += [f"{down + up:.1f}", PAPER.get(name, ""), f"{times[name]:.2f}" if name in times else ""]
-        print("| " + " | ".join(map(str, [*cells, f"{accuracy(name, options.rounds):.1f}"])) + " |", flush=True)
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 if __name__ == "__main__":

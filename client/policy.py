@@ -16,7 +16,6 @@ A key that is left out sets no limit.
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -25,9 +24,8 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from common.errors import SettingsError
 from common.experiment import Experiment
-from common.settings import Section, checked
+from common.settings import Section, checked, tables_of, text_of
 from common.vector import State
 
 try:
@@ -117,10 +115,5 @@ class Policy(Section):
 
 @lru_cache(maxsize=64)
 def _load(path: str) -> Policy:
-    try:
-        tables = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"policy file {path!r} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"policy file {path!r} is not valid TOML: {error}") from None
-    return checked(Policy, tables, f"policy file {path!r}")
+    text, source = text_of(Path(path).expanduser(), "policy file"), f"policy file {path!r}"
+    return checked(Policy, tables_of(text, source), source)

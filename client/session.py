@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from common.errors import SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.model import FlatModel, build
-from common.tasks.base import Task
+from common.seeds import torch_seeded
+from common.tasks.base import NO_CLIENTS, Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
@@ -51,6 +53,7 @@ class Session:
     forward: Callable[[Task, FlatModel, LocalSettings], Forward] = Forward
     """Makes the passes of a round."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
+    _sound: bool = False
 
     @classmethod
     def of(cls, text: str, context: Context) -> Session:
@@ -93,6 +96,7 @@ class Session:
     def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
         """The answer to a roll call for the clients that this node hosts."""
         held = [self.data(name, file) for name in names]
+        self._check_loss(held)
         return RollReply(
             names=names,
             examples=[len(data.train) for data in held],
@@ -105,6 +109,29 @@ class Session:
             versions=VERSIONS,
             in_flight=in_flight,
         )
+
+    def _check_loss(self, held: Sequence[ClientData]) -> None:
+        """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.
+
+        Whatever else goes wrong belongs to the round: there it costs one client.
+        """
+        data = next((data.train for data in held if len(data.train)), None)
+        if data is None or self._sound:
+            return
+        module, loss, done = self.model.module, None, False
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with suppress(Exception), torch.no_grad(), torch_seeded(0, self.device):
+            module.train()
+            batch = data.batch(torch.arange(min(2, len(data))))
+            loss, done = self.forward(self.task, self.model, self.experiment.local).loss(batch), True
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self._sound = isinstance(loss, torch.Tensor) and loss.ndim == 0
+        if done and not self._sound:
+            told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise SettingsError(
+                f"{type(self.task).__name__}.loss() returned {told}; allowed: a 0-d tensor, the mean over the batch"
+            )
 
 
 _sessions: dict[torch.device, Session] = {}
@@ -141,8 +168,10 @@ def hosted(context: Context, task: Task) -> list[str]:
         return [str(name)]
     if "partition-id" not in config:
         raise SettingsError("this node has neither a name nor a partition-id; start it with a name")
-    own, nodes = int(config["partition-id"]), int(config.get("num-partitions", 1))
-    return task.names()[own::nodes]
+    own, nodes, names = int(config["partition-id"]), int(config.get("num-partitions", 1)), task.names()
+    if not names:
+        raise SettingsError(NO_CLIENTS)
+    return names[own::nodes]
 
 
 def memory_of(context: Context, session: Session) -> Memory:

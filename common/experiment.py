@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import NAME, OpenSection, Section, checked, tables_of, text_of
+from common.settings import Name, OpenSection, Section, checked, tables_of, text_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -266,7 +266,7 @@ class TrackingSettings(Section):
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
-    name: str = Field("experiment", pattern=f"^{NAME}$")
+    name: Name = "experiment"
     seed: int = Field(0, ge=0)
     rounds: int = Field(10, ge=1)
     task: TaskSettings = TaskSettings()

@@ -9,17 +9,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from common.errors import SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import Task
-from common.vector import BUFFERS, PERSONAL, Layout, Slot, State, dtype_name, layout_of, raw_bytes
+from common.vector import BUFFERS, DTYPES, PERSONAL, Layout, Slot, State, dtype_name, layout_of, raw_bytes
 
 KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "batch-norm": (nn.modules.batchnorm._BatchNorm,),
     "layer-norm": (nn.LayerNorm,),
     "group-norm": (nn.GroupNorm,),
 }
+
+FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 def build(
@@ -43,8 +46,33 @@ def build(
             raise SettingsError(f"{type(task).__name__}.model() raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SettingsError(f"{type(task).__name__}.model() returned a {type(module).__name__}, not a torch.nn.Module")
+    check_tensors(module, f"{type(task).__name__}.model()")
     check(task, module)
     return FlatModel(module, device, personal_names(task, module, personal))
+
+
+def check_tensors(module: nn.Module, source: str) -> None:
+    """Raise SettingsError, with the `source` of the module, for a parameter or buffer that no round could carry: one
+    without values as yet, of a dtype that does not travel, or a trainable one that is not finite.
+
+    Buffers may be infinite, as causal masks are. Those that are no part of the module's state may be of any dtype: each
+    process has its own.
+    """
+    state = module.state_dict(keep_vars=True).keys()
+    named: list[tuple[str, str, Tensor]] = [("parameter", name, p) for name, p in module.named_parameters()]
+    named += [("buffer", name, b) for name, b in module.named_buffers() if name in state]
+    for kind, name, tensor in named:
+        what = f"{source}: {kind} {name!r}"
+        if is_lazy(tensor):
+            raise SettingsError(f"{what} has no shape before a first batch: give its layer the size of its inputs")
+        if tensor.is_meta:
+            raise SettingsError(f"{what} is on the device 'meta' and has no values")
+        dtype, allowed = dtype_name(tensor.dtype), FLOATS if kind == "parameter" else DTYPES
+        if dtype not in allowed or tensor.layout != torch.strided:
+            told = dtype if tensor.layout == torch.strided else str(tensor.layout).removeprefix("torch.")
+            raise SettingsError(f"{what} is {told}; allowed: dense tensors of {', '.join(allowed)}")
+        if tensor.requires_grad and not bool(torch.isfinite(tensor).all()):
+            raise SettingsError(f"{what} holds NaN or Inf at the start")
 
 
 def personal_names(task: Task, module: nn.Module, parts: Sequence[str]) -> set[str]:
@@ -114,11 +142,14 @@ class FlatModel:
         self, module: nn.Module, device: torch.device | str = "cpu", personal: Collection[str] = frozenset()
     ) -> None:
         device = torch.device(device)
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+        # One of 0 elements has nothing to train: it is as if frozen.
+        frozen = [(name, p) for name, p in module.named_parameters() if not (p.requires_grad and p.numel())]
+        if not trainable:
+            raise SettingsError("the model has no trainable parameters: there is nothing to train")
         dtypes = sorted({dtype_name(p.dtype) for _, p in trainable})
         if len(dtypes) != 1:
-            raise SettingsError(f"the trainable parameters must share one dtype, this model has: {dtypes or 'none'}")
+            raise SettingsError(f"the trainable parameters must share one dtype, this model has: {dtypes}")
         shared = [(name, p) for name, p in trainable if name not in personal]
         own = [(name, p) for name, p in trainable if name in personal]
         if not shared:

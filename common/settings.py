@@ -6,27 +6,46 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from common.errors import SettingsError
 
 M = TypeVar("M", bound=BaseModel)
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+MOST_SHOWN = 80
 
 
-def is_name(text: str) -> bool:
-    """Whether a text can name an experiment or a site, which become folders: letters, digits, '.', '_' and '-', at most
-    100, no leading sign."""
-    return re.fullmatch(NAME, text) is not None
+def shown(value: Any) -> str:
+    """A value for an error message: its repr, of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
+def name_fault(name: str) -> str:
+    """Why a text cannot name an experiment or a client, which become folders, as a sentence; "" if it can."""
+    return "" if re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) else f"{shown(name)} is no name: {NAMES}"
+
+
+NAMES = "a name has 1 to 100 of the letters a-z and A-Z, digits, '.', '_' and '-', and begins with a letter or a digit"
+
+
+def _named(name: str) -> str:
+    if name_fault(name):
+        raise ValueError(NAMES)
+    return name
+
+
+Name = Annotated[str, AfterValidator(_named)]
+"""A field that holds the name of an experiment or a plan."""
 
 
 class Section(BaseModel):
-    """A table of the experiment file: unknown keys are errors, types are taken as written, values never change."""
+    """A table of the experiment file: unknown keys are errors, types are taken as written, numbers are finite, values
+    never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class OpenSection(BaseModel):
@@ -45,7 +64,7 @@ class OpenSection(BaseModel):
 def text_of(path: str | Path, what: str) -> str:
     """The text of a settings file. Raises SettingsError with `what` it should have been."""
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
@@ -53,7 +72,7 @@ def text_of(path: str | Path, what: str) -> str:
 def tables_of(text: str, source: str) -> dict[str, Any]:
     """The tables of TOML text. Raises SettingsError with its `source`."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{source} is not valid TOML: {error}") from None
 
@@ -70,8 +89,8 @@ def _line(source: str, model: type[BaseModel], fault: Any) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         allowed = ", ".join(_section(model, fault["loc"][:-1]).model_fields)
-        return f"{source}: {where} = {fault['input']!r}: unknown key; allowed here: {allowed}"
-    return f"{source}: {where} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+        return f"{source}: {where} = {shown(fault['input'])}: unknown key; allowed here: {allowed}"
+    return f"{source}: {where} = {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}"
 
 
 def _section(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:

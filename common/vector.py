@@ -44,6 +44,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""By name, those that travel and are kept."""
+
+
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
     """Slots for the tensors, one after the other in the order given."""
     layout: Layout = {}

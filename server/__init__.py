@@ -1,0 +1,1 @@
+"""The server process: runs, comparisons of runs, reports of both."""

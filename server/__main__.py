@@ -6,11 +6,11 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
 
-from common import references
 from common.deploy.addresses import LOOPBACK
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
@@ -93,7 +93,7 @@ def simulate(
                 vce.simulate(
                     settings,
                     folder,
-                    references.load(CLIENT_APP),
+                    resolve_name(CLIENT_APP),
                     resume=resume,
                     workers=workers or os.cpu_count() or 1,
                     say=display.say,
@@ -166,11 +166,13 @@ def local(
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
         settings, folder = _open(experiment, run_dir, resume, seed)
+        from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
-        names = prepare(settings).task.names()
+        if not (names := prepare(settings).task.names()):
+            raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
             federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
         _conclude(folder, display)
@@ -264,9 +266,10 @@ def check(experiment: File) -> None:
     with errors():
         settings = Experiment.load(experiment)
         from server.rounds.prepare import prepare
+        from strategies.registry import written_out
 
         prepared = prepare(settings)
-        typer.echo(prepared.experiment.toml(full=True))
+        typer.echo(written_out(prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 

@@ -21,7 +21,7 @@ from server.rounds.records import Record
 from server.rounds.reply_limits import bound_replies, guard_replies
 from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
 from server.watch.display import COLUMNS, line
-from server.watch.tracking import Tracking
+from server.watch.tracking import Trackers
 from strategies.registry import resolve
 
 app = ServerApp()
@@ -95,7 +95,7 @@ def run(
             torch.set_num_threads(experiment.local.threads)
             prepared = prepare(experiment)
             bound_replies(prepared)
-            with Tracking(prepared.experiment, folder.path, told) as tracking:
+            with Trackers(prepared.experiment, folder.path, told) as tracking:
 
                 def shown(record: Record) -> None:
                     tracking.write(record)

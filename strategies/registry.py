@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
-from common.settings import Section, checked
+from common.settings import Section, checked, shown
 from strategies.base import FederatedStrategy
 from strategies.fagc import FAGC, FANT
 from strategies.fedavg import FedAvg
@@ -124,6 +124,15 @@ def resolve(experiment: Experiment) -> Experiment:
     return _settled(experiment)[1]
 
 
+def written_out(experiment: Experiment) -> Experiment:
+    """The same with every hyperparameter of the algorithm, also those that nobody set: what a run folder keeps, so that
+    it means the same when a default has changed."""
+    strategy, settled = _settled(experiment)
+    own = {name: getattr(strategy, name) for name in hyperparameter_names(type(strategy))}
+    given = settled.strategy.options | {name: value for name, value in own.items() if value is not None}
+    return settled.model_copy(update={"strategy": StrategySettings(name=settled.strategy.name, **given)})
+
+
 def config_of(experiment: Experiment) -> ConfigRecord:
     """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
     return ConfigRecord({"experiment": resolve(experiment).json()})
@@ -219,8 +228,8 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         allowed = ", ".join(hyperparameter_names(cls))
-        return f"strategy.{key} = {fault['input']!r}: {name!r} has no such hyperparameter; allowed: {allowed}"
-    return f"strategy.{key} = {fault['input']!r}: {fault['msg']}"
+        return f"strategy.{key} = {shown(fault['input'])}: {name!r} has no such hyperparameter; allowed: {allowed}"
+    return f"strategy.{key} = {shown(fault['input'])}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "create", "hyperparameter_names", "resolve"]
+__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "create", "hyperparameter_names", "resolve", "written_out"]

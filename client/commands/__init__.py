@@ -1,0 +1,1 @@
+"""What `python -m client` can be asked."""

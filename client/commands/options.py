@@ -13,17 +13,17 @@ from common import flower
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
-from common.settings import is_name
+from common.settings import name_fault
 
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
 
 
 def _checked_names(names: list[str]) -> list[str]:
     for name in names:
-        if not is_name(name):
-            raise typer.BadParameter(f"{name!r}: letters, digits, '.', '_' and '-', at most 100, no leading sign")
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("a name is given twice")
+        if fault := name_fault(name):
+            raise typer.BadParameter(fault)
+        if names.count(name) > 1:
+            raise typer.BadParameter(f"{name!r} is given twice")
     return names
 
 

@@ -1,0 +1,1 @@
+"""What a client remembers between rounds: versions that count once the server has accepted their upload."""

@@ -275,7 +275,7 @@ def local_steps(
 
     By default a last batch of one counts as its own, as it does without BatchNorm.
     """
-    given = None if epochs else data.steps or settings.steps
+    given = None if epochs else data.steps or settings.steps  # never 0
     per_epoch = batches_per_epoch(len(data.train), settings.batch_size, merge_single)
     whole = given or (epochs or settings.epochs) * per_epoch
     return min(whole, most) if most else whole

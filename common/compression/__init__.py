@@ -1,0 +1,1 @@
+"""Compressors of flat vectors, and error feedback around them."""

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.errors import SettingsError
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -32,11 +34,18 @@ class Examples:
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work."""
+    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work.
+
+    Raises SettingsError for steps that are no whole number from 1.
+    """
 
     train: Examples
     evaluate: Examples
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
+            raise SettingsError(f"ClientData: steps = {self.steps!r}; allowed: a whole number from 1, or None")
 
 
 def pick(examples: Examples, indices: NDArray[np.int64]) -> Examples:

@@ -1,0 +1,1 @@
+"""What both sides of a deployment share: keys, addresses, logs, health, checks before the start."""

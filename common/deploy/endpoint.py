@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import concurrent.futures
 import errno
 import ipaddress
 import json
 import logging
 import re
 import socket
-import socketserver
 import threading
-import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, TypeVar
+
+import uvicorn
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.deploy.addresses import ip_address
 from common.errors import SettingsError
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
 log = logging.getLogger("common.deploy.endpoint")
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
+T = TypeVar("T")
 
 # A scraper asks in some hundred bytes and reads the answer at once.
 MOST_REQUEST_BYTES = 16 * 1024
 MOST_CONNECTIONS = 16
-LONGEST_SILENCE_S, LONGEST_CONNECTION_S = 5.0, 10.0
-LOOK_S = 0.1
+LONGEST_CONNECTION_S = 10.0
 HEALTH_S = 2.0
 """So long a question for the health waits for an earlier one; then that is the answer."""
 
@@ -41,44 +44,61 @@ class Endpoint:
     """Serves GET and HEAD of `/metrics` (Prometheus text) and `/health` (200 or 503, JSON); a context manager.
 
     `address` is [HOST:]PORT, HOST by default 127.0.0.1, IPv6 in brackets. `health()` says whether all is well, and
-    details for the JSON body beside "healthy"; it is called in a thread per request and should take milliseconds.
+    details for the JSON body beside "healthy"; it is called in a thread of its own and should take milliseconds.
     Entering raises SettingsError, naming --metrics, if the address is wrong or taken. Who connects can slow down
-    neither other scrapers nor the end of the process.
+    neither other scrapers nor the end of the process. Signals stay the process's own.
     """
 
     def __init__(self, address: str, registry: CollectorRegistry, health: Health) -> None:
         self._address = address
         self._registry = registry
         self._health = health
-        self._asking = threading.Lock()
+        self._asking = asyncio.Lock()
         self._host, self._asked_port = parse(address)
-        self._server: _Server | None = None
+        self._socket: socket.socket | None = None
 
     @property
     def port(self) -> int:
         """The port that is bound; 0 before."""
-        return int(self._server.server_address[1]) if self._server else 0
+        return int(self._socket.getsockname()[1]) if self._socket else 0
 
     def __enter__(self) -> Self:
-        from prometheus_client import disable_created_metrics
-
         # They double the number of series, and nothing reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._server = self._bind()
-        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True).start()
+        self._socket = self._bind()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                h11_max_incomplete_event_size=MOST_REQUEST_BYTES,
+                # Each connection is for one request: none that waits for a next one takes another's place.
+                headers=[("Server", "fedkeel"), ("Connection", "close")],
+                server_header=False,
+                proxy_headers=False,
+                # What strangers send is no event of this process.
+                access_log=False,
+                log_config=None,
+                log_level=logging.CRITICAL,
+            )
+        )
+        self._thread = threading.Thread(target=self._serve, args=(self._socket,), name="metrics", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server
-        self._server.shutdown()
-        self._server.server_close()
-        self._server.drop_all()
-        self._server = None
+        # At once, whatever is under way.
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+        self._socket = None
 
-    def _bind(self) -> _Server:
+    def _bind(self) -> socket.socket:
         try:
-            infos = socket.getaddrinfo(self._host, self._asked_port, type=socket.SOCK_STREAM)
-            return _Server(infos[0][0], infos[0][4], self._answer)
+            family, _, _, _, address = socket.getaddrinfo(self._host, self._asked_port, type=socket.SOCK_STREAM)[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            # It listens at once: nobody is turned away though the thread may take a moment to begin.
+            return socket.create_server(address, family=family, dualstack_ipv6=both)
         except socket.gaierror:
             reason = "this host name is unknown"
         except OSError as error:
@@ -90,29 +110,67 @@ class Endpoint:
             reason = known.get(error.errno or 0, str(error))
         raise SettingsError(f"--metrics: {self._address}: {reason}") from None
 
-    def _answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body."""
-        if path == "/metrics":
-            from prometheus_client import generate_latest
+    def _serve(self, bound: socket.socket) -> None:
+        with bound:
+            asyncio.run(self._server.serve([bound]))
 
-            return 200, _METRICS_TYPE, generate_latest(self._registry)
-        if path == "/health":
-            healthy, details = self._ask_health()
-            body = json.dumps({"healthy": healthy, **details}, default=str)
-            return 200 if healthy else 503, "application/json", body.encode() + b"\n"
-        return 404, "text/plain", b"here are /metrics and /health\n"
+    def _app(self) -> Starlette:
+        app = Starlette(
+            routes=[Route("/metrics", self._tell_metrics), Route("/health", self._tell_health)],
+            exception_handlers={404: _not_found, 405: _not_implemented, 500: _failed},
+        )
+        app.router.redirect_slashes = False
+        return app
 
-    def _ask_health(self) -> tuple[bool, dict[str, Any]]:
-        # One at a time: a health that hangs must not take all threads.
-        if not self._asking.acquire(timeout=HEALTH_S):
+    async def _tell_metrics(self, _: Request) -> Response:
+        return Response(await _in_thread(lambda: generate_latest(self._registry)), media_type=_METRICS_TYPE)
+
+    async def _tell_health(self, _: Request) -> Response:
+        healthy, details = await self._ask_health()
+        body = json.dumps({"healthy": healthy, **details}, default=str)
+        return Response(body + "\n", 200 if healthy else 503, media_type="application/json")
+
+    async def _ask_health(self) -> tuple[bool, dict[str, Any]]:
+        try:
+            # One at a time: a health that hangs must not take a thread for each who asks.
+            await asyncio.wait_for(self._asking.acquire(), HEALTH_S)
+        except TimeoutError:
             return False, {"error": f"an earlier question is unanswered after {HEALTH_S:g} s"}
         try:
-            return self._health()
+            return await _in_thread(self._health)
         except Exception as error:
             log.exception("the health of this process could not be told")
             return False, {"error": repr(error)}
         finally:
             self._asking.release()
+
+
+def _in_thread(question: Callable[[], T]) -> asyncio.Future[T]:
+    """The answer from a thread that may hang: a daemon, for which neither the loop nor the process's end waits."""
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+    answer.set_running_or_notify_cancel()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="metrics", daemon=True).start()
+    return asyncio.wrap_future(answer)
+
+
+async def _not_found(_: Request, __: Exception) -> Response:
+    return Response("here are /metrics and /health\n", 404, media_type="text/plain")
+
+
+async def _not_implemented(_: Request, __: Exception) -> Response:
+    return Response("GET and HEAD\n", 501, media_type="text/plain")
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    log.error("the metrics of this process could not be told", exc_info=error)
+    return Response("see the log of this process\n", 500, media_type="text/plain")
 
 
 def parse(address: str) -> tuple[str, int]:
@@ -128,109 +186,26 @@ def parse(address: str) -> tuple[str, int]:
     return host, int(match[2])
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """A thread a connection; of too many connections the oldest is cut off, and so is one that takes too long."""
+class _Connection(H11Protocol):
+    """Of too many connections the oldest is cut off, and so is one that takes too long."""
 
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end = self.loop.call_later(LONGEST_CONNECTION_S, transport.abort)
+        if len(self.connections) > MOST_CONNECTIONS:
+            min(self.connections, key=lambda one: one._end.when())._cut_off()  # type: ignore[union-attr]
+        # Cut off and still there: they wait for `health`.
+        if len(self.tasks) >= 2 * MOST_CONNECTIONS:
+            self._cut_off()
 
-    def __init__(self, family: int, address: Any, answer: Callable[[str], tuple[int, str, bytes]]) -> None:
-        self.address_family = family
-        self.answer = answer
-        self._open: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
-        super().__init__(address, _Handler)
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end.cancel()
+        super().connection_lost(error)
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(LOOK_S)  # Out of file descriptors: the connection stays in the queue and would be tried at once.
-            raise
+    def shutdown(self) -> None:
+        """The server ends."""
+        self._cut_off()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            for oldest in list(self._open)[: len(self._open) - MOST_CONNECTIONS + 1]:
-                _drop(oldest)
-            # Cut off and still there: its thread is inside `health`.
-            if len(self._open) >= 2 * MOST_CONNECTIONS:
-                request.close()
-                return
-            self._open[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        with self._lock:
-            for request, since in self._open.items():
-                if time.monotonic() - since > LONGEST_CONNECTION_S:
-                    _drop(request)
-
-    def drop_all(self) -> None:
-        """End all connections."""
-        with self._lock:
-            for request in self._open:
-                _drop(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request of %s failed", client_address, exc_info=True)
-
-
-def _drop(connection: socket.socket) -> None:
-    """Wake the thread that reads or writes this connection; it then closes it."""
-    with contextlib.suppress(OSError):  # The other side was faster.
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = LONGEST_SILENCE_S
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile: Any = _Bounded(self.rfile)
-
-    def do_GET(self) -> None:
-        try:
-            status, kind, body = self.server.answer(self.path.partition("?")[0])
-        except Exception:
-            log.exception("the metrics of this process could not be told")
-            status, kind, body = 500, "text/plain", b"see the log of this process\n"
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def version_string(self) -> str:
-        return "fedkeel"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class _Bounded:
-    """The head of a request, of which no more than `MOST_REQUEST_BYTES` are read."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._left = MOST_REQUEST_BYTES
-
-    def readline(self, size: int) -> bytes:
-        line: bytes = self._file.readline(min(size, self._left))
-        self._left -= len(line)
-        if not self._left:
-            raise ConnectionAbortedError("the request is too long")
-        return line
-
-    def close(self) -> None:
-        self._file.close()
+    def _cut_off(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()

@@ -1,0 +1,1 @@
+"""Who holds what: splits, feature shift, plan files."""

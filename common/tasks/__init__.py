@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
+
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
-from common.references import load
 from common.tasks.base import Task
 
 # name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
@@ -39,7 +40,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     in a function of one's own.
     """
     if settings.name in TASKS:
-        task = load(TASKS[settings.name])(settings.options, partition, seed)
+        task = resolve_name(TASKS[settings.name])(settings.options, partition, seed)
         assert isinstance(task, Task)
         return task
     if ":" not in settings.name:
@@ -49,8 +50,10 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
 
 def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
     what = f"task.name = {settings.name!r}"
+    if not all(settings.name.partition(":")):
+        raise SettingsError(f"{what}; allowed: package.module:function")
     try:
-        function = load(settings.name)
+        function = resolve_name(settings.name)
     except Exception as error:
         raise SettingsError(f"{what} cannot be imported: {_cause(error)}") from error
     if not callable(function):

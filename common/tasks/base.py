@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from common.data.examples import ClientData, Examples
 
+NO_CLIENTS = (
+    "the task has no clients of its own (`names()` is empty), so none can be simulated: where sites bring their data, "
+    "each joins under its name (python -m client join --name NAME --data PATH)"
+)
+
 
 class Task(ABC):
     """A model, data, a loss and metrics. One instance serves all clients of a process.

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import Any
 
-from common import flower, references
+from common import flower
 from common.deploy import logs
 from common.files import write_atomically
 from server.rounds.folder import CELL, RunFolder
@@ -123,7 +124,7 @@ def line(job: Job) -> str:
 
 if __name__ == "__main__":
     # Ready for the first cell: what takes long to load.
-    references.load("server.app:run")
-    references.load("client.app:app")
+    resolve_name("server.app:run")
+    resolve_name("client.app:app")
     gc.freeze()
     main()

@@ -116,7 +116,7 @@ class Comparison:
         except Exception as error:  # a pool's own: a lost machine of a cluster, a killed process
             reply = {"error": reason(error)}
         standing.status, standing.error = reply.get("status", "failed"), reply.get("error", "")
-        standing.follower.look()
+        standing.history.look()
         if standing.status == "finished" and self._tidied:
             tidy(self._root / standing.cell.folder)
         self._standings.tell(standing, self._progress)
@@ -194,7 +194,7 @@ class Comparison:
             pool.close()
             for standing in self._running.values():
                 standing.status = "stopped"
-                standing.follower.look()
+                standing.history.look()
             self._standings.save({})
 
     def _conclude(self) -> Result:

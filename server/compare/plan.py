@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.settings import NAME, Section, checked, dotted, tables_of, text_of
+from common.settings import Name, Section, checked, dotted, tables_of, text_of
 from server.compare.folder_names import point_slug, shortened, slug
 
 Tables = dict[str, Any]
@@ -61,7 +61,7 @@ class Plan(Section):
     take every combination of their lists. A tuned variant is tuned for each grid point.
     """
 
-    name: str = Field(pattern=f"^{NAME}$")
+    name: Name
     seeds: list[int] = Field([0], min_length=1)
     targets: list[float] = Field([], description="accuracies for rounds-to-target in the report")
     base: str | dict[str, Any] = Field({}, description="an experiment's tables, or its file, relative to the plan's")

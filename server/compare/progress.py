@@ -19,38 +19,33 @@ from server.compare.plan import Tuning
 from server.rounds.folder import HISTORY
 from server.rounds.records import headline
 from server.watch.display import Shown
+from server.watch.tail import Tail
 
 LINES_EVERY_S = 30.0
 
 
-class Follower:
-    """A history as it grows: reads only what is new."""
+class CellHistory:
+    """What the history of a cell says so far."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / HISTORY
+        self._tail = Tail(folder / HISTORY)
         self.round = 0
         self.seconds = 0.0
         self.accuracy: float | None = None
         self.recent: deque[float] = deque(maxlen=Tuning().window)
         """The last accuracies, of whose mean a run's score is made."""
-        self._at = 0
 
-    def look(self) -> Follower:
+    def look(self) -> CellHistory:
         """Read the new whole lines; a history that was cut by a resumed run is read anew."""
-        with suppress(OSError):
-            if self._path.stat().st_size < self._at:
-                self.round, self.seconds, self._at = 0, 0.0, 0
-                self.recent.clear()
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._at += len(line)
-                    self._take(line)
+        lines = self._tail.lines()
+        if self._tail.anew:
+            self.round, self.seconds = 0, 0.0
+            self.recent.clear()
+        for line in lines:
+            self._take(line)
         return self
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: str) -> None:
         with suppress(json.JSONDecodeError, KeyError):
             record = json.loads(line)
             self.round = record["round"]
@@ -100,7 +95,7 @@ class Progress(Shown):
     def update(
         self, cells: tuple[int, int], rounds: tuple[int, int], left_s: float | None, running: list[tuple[str, Any, int]]
     ) -> None:
-        """`cells`, `rounds`: done and all; `running`: folder, follower, rounds of each cell under way."""
+        """`cells`, `rounds`: done and all; `running`: folder, history, rounds of each cell under way."""
         text = (
             f"{self._name}  cells {cells[0]}/{cells[1]}  rounds {rounds[0]}/{rounds[1]}  "
             f"{duration(time.monotonic() - self._started)}  left {duration(left_s)}"
@@ -114,6 +109,6 @@ class Progress(Shown):
 
 
 def _running(running: list[tuple[str, Any, int]]) -> Iterator[Text]:
-    for folder, follower, rounds in running:
-        reached = "" if follower.accuracy is None else f"  accuracy {follower.accuracy:.4f}"
-        yield Text(f"  {folder}  {follower.round}/{rounds}{reached}", no_wrap=True, overflow="ellipsis")
+    for folder, history, rounds in running:
+        reached = "" if history.accuracy is None else f"  accuracy {history.accuracy:.4f}"
+        yield Text(f"  {folder}  {history.round}/{rounds}{reached}", no_wrap=True, overflow="ellipsis")

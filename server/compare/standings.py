@@ -9,7 +9,7 @@ from typing import Any
 
 from common.files import write_atomically
 from server.compare.plan import Cell
-from server.compare.progress import Follower, Progress, duration, remaining_s
+from server.compare.progress import CellHistory, Progress, duration, remaining_s
 from server.compare.tuning import Choice
 from server.rounds.folder import MODEL, RunFolder
 
@@ -21,7 +21,7 @@ class Standing:
     """A cell and what became of it: waiting, running, finished, failed or stopped."""
 
     cell: Cell
-    follower: Follower
+    history: CellHistory
     status: str = "waiting"
     error: str = ""
 
@@ -41,8 +41,8 @@ class Standing:
             "stage": cell.stage,
             "status": self.status,
             "error": self.error,
-            "rounds": self.follower.round,
-            "seconds": round(self.follower.seconds, 3),
+            "rounds": self.history.round,
+            "seconds": round(self.history.seconds, 3),
         }
 
 
@@ -66,31 +66,31 @@ class Standings:
     def add(self, cell: Cell) -> Standing:
         """A cell, or what a cell has become whose candidate is known now; finished if its folder says so."""
         path = self._root / cell.folder
-        standing = self._all[cell.folder] = Standing(cell, Follower(path).look())
+        standing = self._all[cell.folder] = Standing(cell, CellHistory(path).look())
         run, rounds = RunFolder(path), cell.experiment.rounds
-        if run.status().get("status") == "finished" and (path / MODEL).exists() and standing.follower.round >= rounds:
+        if run.status().get("status") == "finished" and (path / MODEL).exists() and standing.history.round >= rounds:
             standing.status = "finished"
         return standing
 
     def tell(self, standing: Standing, progress: Progress) -> None:
         """A line about a cell that has ended."""
-        follower, ended = standing.follower, sum(each.ended for each in self._all.values())
+        history, ended = standing.history, sum(each.ended for each in self._all.values())
         what = standing.status if not standing.error else f"{standing.status}: {standing.error.splitlines()[0]}"
-        reached = "" if follower.accuracy is None or standing.error else f", accuracy {follower.accuracy:.4f}"
-        spent = f"{follower.round} rounds in {duration(follower.seconds)}"
+        reached = "" if history.accuracy is None or standing.error else f", accuracy {history.accuracy:.4f}"
+        spent = f"{history.round} rounds in {duration(history.seconds)}"
         progress.say(f"[{ended}/{len(self)}] {standing.cell.folder}: {what}{reached}, {spent}")
 
     def show(self, progress: Progress, workers: int) -> None:
         """How far all of it is."""
         running, left, seen, done, total = [], [], [], 0, 0
         for standing in self._all.values():
-            rounds, follower = standing.cell.experiment.rounds, standing.follower
+            rounds, history = standing.cell.experiment.rounds, standing.history
             if standing.status == "running":
-                running.append((standing.cell.folder, follower.look(), rounds))
-            seen.append((standing.cell.variant, follower.round, follower.seconds))
+                running.append((standing.cell.folder, history.look(), rounds))
+            seen.append((standing.cell.variant, history.round, history.seconds))
             if not standing.ended:
-                left.append((standing.cell.variant, max(0, rounds - follower.round)))
-            done += rounds if standing.ended else min(rounds, follower.round)
+                left.append((standing.cell.variant, max(0, rounds - history.round)))
+            done += rounds if standing.ended else min(rounds, history.round)
             total += rounds
         ended = sum(standing.ended for standing in self._all.values())
         progress.update((ended, len(self)), (done, total), remaining_s(left, seen, workers), running)

@@ -92,7 +92,7 @@ def summary(result: Result) -> str:
 
 def _score(group: Sequence[Standing]) -> str:
     done = [each for each in group if each.status == "finished"]
-    values = [fmean(each.follower.recent) for each in done if each.follower.recent]
+    values = [fmean(each.history.recent) for each in done if each.history.recent]
     deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
     reached = f"accuracy {fmean(values):.4f}{deviation}, " if values else ""
     tuned = done[0].cell.tuned if done else {}

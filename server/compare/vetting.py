@@ -12,7 +12,7 @@ from common.settings import dotted
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.prepare import prepare
-from strategies.registry import create, resolve
+from strategies.registry import create, resolve, written_out
 
 FREE = {"rounds", "checkpoint", "tracking"}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
@@ -52,7 +52,9 @@ def _kind(experiment: Experiment) -> str:
     other faults. Of an algorithm it is what it asks of a model."""
     unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
     asked = type(create(experiment)).check_model.__qualname__
-    return f"{experiment.model_dump(exclude=unseen)} {experiment.local.steps} {asked}"
+    local = experiment.local
+    muon = local.optimizer == "muon" and not local.nesterov
+    return f"{experiment.model_dump(exclude=unseen)} {local.steps} {muon} {asked}"
 
 
 class Faults:
@@ -109,7 +111,8 @@ def _changes(folder: RunFolder, wanted: Experiment) -> Iterator[str]:
     if not folder.holds_run() or not file.exists():
         return
     held = Experiment.load(file)
-    before, after = (dict(dotted(each.model_dump(mode="json", exclude=FREE))) for each in (held, wanted))
+    whole = (written_out(each).model_dump(mode="json", exclude=FREE) for each in (held, wanted))
+    before, after = (dict(dotted(each)) for each in whole)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key} = {before.get(key)!r}, the plan says {after.get(key)!r}"

@@ -21,7 +21,8 @@ from server.deploy.processes import hurry
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.stopping import GRACE_S, Stop, StopOnSignal
-from server.watch.follow import Tail, follow
+from server.watch.follow import follow
+from server.watch.tail import Tail
 from server.watch.viewers import Viewer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import tomli_w
 from common.deploy import keys
 from common.errors import RunError, SettingsError
 from common.files import write_atomically
-from common.settings import is_name
+from common.settings import name_fault, tables_of, text_of
 from server.deploy.control import Control, Node
 
 log = logging.getLogger("server.deploy.nodes")
@@ -26,21 +25,20 @@ Nodes = dict[str, bytes]
 
 def read(path: Path) -> Nodes:
     """The sites of a nodes file. Raises SettingsError for a file that is wrong in any line."""
-    try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise SettingsError(
             f"--nodes: there is no file {str(path)!r}; make it with: python -m server nodes add NAME KEY.pub"
-        ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"nodes file {str(path)!r} cannot be read: {error}") from None
+        )
+    tables = tables_of(text_of(path, "nodes file"), f"nodes file {str(path)!r}")
     entries = tables.get("nodes", {})
     if set(tables) - {"nodes"} or not isinstance(entries, dict):
         raise SettingsError(f'nodes file {str(path)!r} holds one table, [nodes], of name = "public key"')
     nodes: Nodes = {}
     for name, text in entries.items():
-        if not is_name(name) or not isinstance(text, str):
-            raise SettingsError(f"nodes file {str(path)!r}: {name!r} is no site name with a public key")
+        if fault := name_fault(name):
+            raise SettingsError(f"nodes file {str(path)!r}: {fault}")
+        if not isinstance(text, str):
+            raise SettingsError(f"nodes file {str(path)!r}: {name!r} needs a public key as text")
         nodes[name] = keys.read_public(text, f"nodes file {str(path)!r}: the key of {name!r}")
     _unique(nodes, str(path))
     return nodes
@@ -55,8 +53,8 @@ def write(path: Path, nodes: Nodes) -> None:
 
 def add(path: Path, name: str, key: Path) -> str:
     """Allow a site; returns its key's fingerprint. Raises SettingsError if its name or key is there already."""
-    if not is_name(name):
-        raise SettingsError(f"{name!r} is no site name: letters, digits, '.', '_' and '-', at most 100")
+    if fault := name_fault(name):
+        raise SettingsError(fault)
     try:
         content = key.read_bytes()
     except OSError as error:

@@ -17,7 +17,7 @@ from common.errors import RunError
 from server.deploy.nodes import Follower
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.stopping import GRACE_S, Stop
-from server.watch.follow import Tail
+from server.watch.tail import Tail
 
 LOOK_S = 0.2
 MOST_LOG_BYTES = 10 * 2**20

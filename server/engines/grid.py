@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 
 from flwr.serverapp import Grid
 
-from common import references
 from common.errors import SettingsError
 from server.engines.inprocess import CohortGrid, InProcessGrid
 from server.engines.workers import WorkerGrid
@@ -32,9 +32,9 @@ def grid(
     if cohort is not None:
         if workers != 1:
             raise SettingsError(f"cohort mode trains in one process; workers = {workers}: allowed: 1")
-        yield CohortGrid(references.load(app), references.load(TOGETHER), cohort, device, str(memory or "ram"))
+        yield CohortGrid(resolve_name(app), resolve_name(TOGETHER), cohort, device, str(memory or "ram"))
     elif workers == 1:
-        yield InProcessGrid(references.load(app), device, str(memory or "ram"))
+        yield InProcessGrid(resolve_name(app), device, str(memory or "ram"))
     else:
         with WorkerGrid(app, workers, device, memory) as grid:
             yield grid

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
+import psutil
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from common.errors import SettingsError
+from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from common.tasks.base import NO_CLIENTS
 from server.app import run
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
 from server.rounds.records import Record
 from server.rounds.stopping import Stop
+
+RAY_PROCESSES = ("raylet", "gcs_server")
+LOOK_S, ENDS_S = 1.0, 30.0
 
 
 def simulate(
@@ -42,11 +51,20 @@ def simulate(
 
     on_gpu = _uses_gpu(device)
     nodes = len(prepare(experiment).task.names())
-    app = ServerApp()
+    if not nodes:
+        raise SettingsError(NO_CLIENTS)
+    app, ray, ended = ServerApp(), _RayProcesses(), threading.Event()
+
+    def watched() -> float | None:
+        ray.check()
+        return stop()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        run(grid, experiment, folder, resume=resume, say=say, show=show, stop=stop)
+        try:
+            run(grid, experiment, folder, resume=resume, say=say, show=show, stop=watched)
+        finally:
+            ended.set()
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     config = {
@@ -56,7 +74,15 @@ def simulate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         placed = _OnDevice(client, "cuda" if on_gpu else "cpu")
-        run_simulation(app, placed, nodes, backend_config=config)  # type: ignore[arg-type]
+        try:
+            run_simulation(app, placed, nodes, backend_config=config)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            if ended.is_set():
+                raise
+            # The engine failed, and the server app, in a thread of its own, would wait for clients.
+            ray.failed = f"Flower's simulation engine failed: {_root(error)}"
+            ended.wait(ENDS_S)
+            raise RunError(ray.failed) from error
 
 
 def _uses_gpu(device: str) -> bool:
@@ -67,6 +93,44 @@ def _uses_gpu(device: str) -> bool:
     if device == "cuda" and not there:
         raise SettingsError(f"device {device!r} was asked for and this machine has no usable GPU; allowed: cpu, auto")
     return there and device != "cpu"
+
+
+def _root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+class _RayProcesses:
+    """Those without which no actor answers. Flower never looks after them and would wait in vain."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+        """Why the engine ended, if it did."""
+        self._seen: dict[int, psutil.Process] = {}
+        self._looked = -math.inf
+
+    def check(self) -> None:
+        """Raise RunError if one that was there is gone."""
+        if self.failed:
+            raise RunError(self.failed)
+        if (now := time.monotonic()) - self._looked < LOOK_S:
+            return
+        self._looked = now
+        for process in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if process.name() in RAY_PROCESSES and _lives(process):
+                    self._seen.setdefault(process.pid, process)
+        for pid, process in self._seen.items():
+            if not _lives(process):
+                raise RunError(f"Ray, in which the clients run, has died: its process {pid} is gone")
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class _OnDevice:

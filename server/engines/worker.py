@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pkgutil import resolve_name
 
-from common import flower, references
+from common import flower
 
 
 def main(app: str, memory: str, device: str) -> None:
@@ -13,7 +14,7 @@ def main(app: str, memory: str, device: str) -> None:
     flower.prepare()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    client = references.load(app)
+    client = resolve_name(app)
 
     from flwr.common.serde import message_from_proto, message_to_proto
     from flwr.proto.message_pb2 import Message as ProtoMessage

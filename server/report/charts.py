@@ -79,7 +79,7 @@ def score(group: Group, window: int) -> float:
 
 
 def curves(
-    groups: Sequence[Group], metric: str, axis: str, style: Mapping[int, Style], targets: Sequence[float]
+    groups: Sequence[Group], metric: str, axis: str, style: Mapping[int, Style], targets: Sequence[float] = ()
 ) -> str:
     """Each group's mean line and band as SVG; "" if no group has the metric on that axis."""
     bands = [(one, band) for one in groups if (band := one.band(metric, axis)) is not None]

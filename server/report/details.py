@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.errors import SettingsError
+from common.settings import tables_of, text_of
 from server.compare.standings import PLAN, TUNED
 from server.report.contents import Options, accuracy_column, question
 from server.report.groups import Group, point
@@ -170,8 +171,8 @@ def _score(run: Run) -> float | None:
         return None
     settings: dict[str, Any] = {}
     if (folder := _plan_folder(run)) is not None:
-        with suppress(OSError, ValueError):
-            settings = tomllib.loads((folder / PLAN).read_text("utf-8")).get("tuning", {})
+        with suppress(SettingsError):
+            settings = tables_of(text_of(folder / PLAN, "plan file"), PLAN).get("tuning", {})
     values = run.metrics["accuracy"].values
     return float(max(values)) if settings.get("score") == "best" else final(values, settings.get("window", 5))
 

@@ -15,7 +15,7 @@ from server.report.runs import Run, records
 from server.report.scores import final, reached
 
 KEYS = ("run", "group", "plan", "variant", "point", "seed", "stage", "state")
-Row = dict[str, Any]
+Fields = dict[str, Any]
 
 
 def export(groups: Sequence[Group], tuned: Sequence[Run], options: Options, folder: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def export(groups: Sequence[Group], tuned: Sequence[Run], options: Options, fold
     return written
 
 
-def _keys(group: Group | None, run: Run) -> Row:
+def _keys(group: Group | None, run: Run) -> Fields:
     words = dict.fromkeys(KEYS, "")
     cell = run.cell
     return words | {
@@ -70,7 +70,7 @@ def _point(found: Any) -> str:
     return json.dumps(found, sort_keys=True, default=str) if found else ""
 
 
-def _keyed(frame: Any, keys: Row) -> Any:
+def _keyed(frame: Any, keys: Fields) -> Any:
     """The frame with the run's keys before its columns, as categories: they are the same in each row."""
     import pandas as pd
 
@@ -80,7 +80,7 @@ def _keyed(frame: Any, keys: Row) -> Any:
     return frame
 
 
-def _run(group: Group | None, run: Run, options: Options) -> Row:
+def _run(group: Group | None, run: Run, options: Options) -> Fields:
     row = _keys(group, run) | {"rounds": run.done, "planned": run.planned, "sha256": run.sha256}
     row |= {key: run.status.get(key) for key in ("initial", "plan")} | {"source": run.source}
     row |= {axis: float(values[-1]) for axis, values in run.axes.items() if axis != "round"}
@@ -91,8 +91,8 @@ def _run(group: Group | None, run: Run, options: Options) -> Row:
     return row | {key: str(value) for key, value in run.settings.items() if key not in row}
 
 
-def _summary(group: Group, options: Options) -> Row:
-    row: Row = {"group": group.label, "plan": group.plan, "variant": group.variant, "point": _point(group.point)}
+def _summary(group: Group, options: Options) -> Fields:
+    row: Fields = {"group": group.label, "plan": group.plan, "variant": group.variant, "point": _point(group.point)}
     row |= {"runs": len(group.runs), "n": len(group.used), "complete": group.complete, "window": options.window}
     names = sorted({name for run in group.used for name in run.metrics})
     found = {name: group.final(name, options.window) for name in names}
@@ -107,7 +107,7 @@ def _summary(group: Group, options: Options) -> Row:
 TARGETS = (*KEYS, "target", "smoothing", "reached", "rounds", "bytes", "seconds", "clock", "used")
 
 
-def _targets(groups: Sequence[Group], options: Options) -> Iterator[Row]:
+def _targets(groups: Sequence[Group], options: Options) -> Iterator[Fields]:
     for group in groups:
         used = group.used
         for run in group.runs:

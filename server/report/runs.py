@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.settings import dotted
+from common.settings import dotted, tables_of, text_of
 from server.report.scores import percentile
 from server.rounds.folder import CELL, HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.rounds.records import Record
+from strategies.registry import written_out
 
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
@@ -105,13 +105,15 @@ class Run:
 
 def read(folder: Path) -> Run:
     """One run folder. What is missing or broken in it is left out."""
-    run = Run(folder, _table(folder / CELL), status=_table(folder / STATUS))
-    with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        run.toml = (folder / SETTINGS).read_text("utf-8")
-        run.settings = dict(dotted(tomllib.loads(run.toml)))
+    run = Run(folder, _json_object(folder / CELL), status=_json_object(folder / STATUS))
+    with suppress(SettingsError):
+        run.toml = text_of(folder / SETTINGS, "settings")
+        run.settings = dict(dotted(tables_of(run.toml, "settings")))
         with suppress(SettingsError):
             # Settings that an older version did not write have their defaults.
             known = Experiment.parse(run.toml)
+            with suppress(SettingsError):
+                known = written_out(known)
             run.settings = dict(dotted(known.model_dump(mode="json", exclude_none=True)))
     roll = read_json(folder / ROLL)
     run.roll = [member for member in roll if isinstance(member, dict)] if isinstance(roll, list) else []
@@ -231,7 +233,7 @@ def read_json(path: Path) -> Any:
     return None
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from server.report.render import part
 from server.report.scores import Mean
 from server.rounds.records import size
 
@@ -22,6 +22,11 @@ class Cell:
     text: str
     value: float | None = None
     best: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is sorted by its number."""
+        return self.value is not None and not math.isnan(self.value)
 
 
 @dataclass
@@ -52,26 +57,9 @@ class Table:
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join([f"## {_plain(self.title)}", "", *lines, *("\n" + _plain(note) for note in self.notes)])
 
-    def html(self, marks: Sequence[str] = ()) -> str:
-        """The table in a box that scrolls; `marks` stands before the first cell of each row (safe HTML)."""
-        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
-        body = []
-        for place, row in enumerate(self.rows):
-            mark = marks[place] if marks else ""
-            cells = "".join(map(_cell, row[1:]))
-            body.append(f'<tr><th scope="row">{mark}{html.escape(row[0].text)}</th>{cells}</tr>')
-        name = html.escape(self.title)
-        notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in self.notes)
-        return (
-            f'<div class=scroll role=region aria-label="{name}" tabindex=0><table><caption>{name}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{notes}"
-        )
-
-
-def _cell(cell: Cell) -> str:
-    value = "" if cell.value is None or math.isnan(cell.value) else f' data-value="{cell.value:.12g}"'
-    text = html.escape(cell.text)
-    return f"<td{value}>{f'<b>{text}</b>' if cell.best else text}</td>"
+    def html(self) -> str:
+        """The table as it stands on the page."""
+        return part("table", self)
 
 
 def _plain(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,10 @@ class Checkpoints:
     that are safely on disk.
     """
 
-    def __init__(self, folder: Path, identity: str, keep: int) -> None:
+    def __init__(self, folder: Path, identities: Sequence[str], keep: int) -> None:
+        """`identities`: the experiment's, and others under which it may have been kept."""
         self._folder = folder
-        self._identity = identity
+        self._identities = identities
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
@@ -55,7 +56,7 @@ class Checkpoints:
         self.wait()
         about = {
             "format": FORMAT,
-            "identity": self._identity,
+            "identity": self._identities[0],
             "round": str(coordinator.round),
             "run": coordinator.run,
             "generation": str(coordinator.generation),
@@ -111,10 +112,10 @@ class Checkpoints:
                 path.unlink()
                 continue
             checkpoint, identity = loaded
-            if identity != self._identity:
+            if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identity}; only rounds, [evaluate] and [checkpoint] may change"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:

@@ -26,7 +26,7 @@ from strategies.protocol import wire
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
 from strategies.protocol.messages import Refused, read_reply, usable
-from strategies.registry import cautions
+from strategies.registry import cautions, written_out
 
 TTL_MARGIN_S = 60.0
 
@@ -72,8 +72,10 @@ class Rounds:
         self._stop = stop
         self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
-        settings = prepared.experiment.checkpoint
-        self._checkpoints = Checkpoints(folder.checkpoints, prepared.experiment.identity, settings.keep)
+        self._written = written_out(prepared.experiment)
+        # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
+        identities = self._written.identity, prepared.experiment.identity
+        self._checkpoints = Checkpoints(folder.checkpoints, identities, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
         """Run to the last round; returns the last line of the history, {} if there was nothing to do.
@@ -87,7 +89,7 @@ class Rounds:
         if not resume:
             about["initial"] = vector.sha256({"model": coordinator.state["model"], **coordinator.buffers})
         self._folder.set_status("running", **about)
-        self._folder.save_settings(self._experiment)
+        self._folder.save_settings(self._written)
         try:
             if coordinator.round >= self._experiment.rounds:
                 return self._conclude(coordinator)

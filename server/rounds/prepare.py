@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+
+import torch
 
 from common import tasks
 from common.errors import SettingsError
 from common.experiment import Experiment
-from common.model import FlatModel, build
+from common.model import FlatModel, build, matrix_slots
+from common.settings import name_fault
 from common.tasks.base import Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
@@ -31,7 +35,9 @@ def prepare(experiment: Experiment) -> Prepared:
     strategy = create(experiment)
     _check_trackers(experiment)
     task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-    clients, settings = len(task.names()), experiment.round
+    names, settings = task.names(), experiment.round
+    _check_names(task, names)
+    clients = len(names)
     if clients and settings.sample is not None and settings.sample > clients:
         raise SettingsError(f"round.sample = {settings.sample} is more than the {clients} clients of the partition")
     if clients and settings.wait_for is not None and settings.wait_for > clients:
@@ -45,11 +51,17 @@ def prepare(experiment: Experiment) -> Prepared:
             f"personal.head_steps = {experiment.personal.head_steps}: the personal part {experiment.personal.parts} "
             "has nothing to train"
         )
+    muon = experiment.local.optimizer == "muon" and not experiment.local.nesterov
+    if muon and model.vector.dtype == torch.bfloat16 and matrix_slots(task, model, "all"):
+        # There torch.optim.Muon (2.14) normalizes the momentum itself in place.
+        raise SettingsError(
+            "local.optimizer = 'muon' with a model of bfloat16 needs local.nesterov = true, or a model of another dtype"
+        )
     if experiment.speed.kind == "uniform" and experiment.local.steps is not None:
         raise SettingsError(
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
-    Participation(experiment).check(task.names())
+    Participation(experiment).check(names)
     return Prepared(experiment, strategy, task, model)
 
 
@@ -59,3 +71,14 @@ def _check_trackers(experiment: Experiment) -> None:
         if name != "tensorboard" and find_spec(name) is None:
             advice = f"in the project's folder: pip install '.[{name}]'"
             raise SettingsError(f"tracking.use = {name!r}: the package {name} is not installed; {advice}")
+
+
+def _check_names(task: Task, names: Sequence[str]) -> None:
+    """Raise SettingsError for clients that no server could tell apart, or whose folders could not be made."""
+    seen: set[str] = set()
+    for name in names:
+        if fault := name_fault(name):
+            raise SettingsError(f"{type(task).__name__}.names(): {fault}")
+        if name in seen:
+            raise SettingsError(f"{type(task).__name__}.names() holds {name!r} twice: each client has its own name")
+        seen.add(name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from common.errors import RunError, SettingsError
 from server.rounds.folder import HISTORY, NOTES, RunFolder
 from server.rounds.stopping import Stop
+from server.watch.tail import Tail
 from server.watch.viewers import Viewer
 
 LOOK_S = 0.1
@@ -81,30 +80,6 @@ def _follow(
             if (why := dead()) and folder.status().get("status") not in ("finished", "failed", "stopped"):
                 raise RunError(why)
         time.sleep(LOOK_S)
-
-
-class Tail:
-    """The new whole lines of a file that grows, or that is replaced by another one as a whole."""
-
-    def __init__(self, path: Path, skip: bool = False) -> None:
-        self._path, self._offset, self._file = path, 0, 0
-        if skip and path.exists():
-            self._offset, self._file = path.stat().st_size, path.stat().st_ino
-
-    def lines(self) -> Iterator[str]:
-        """What was added since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if about.st_ino != self._file or about.st_size < self._offset:
-                    self._file, self._offset = about.st_ino, 0
-                file.seek(self._offset)
-                added = file.read()
-        except FileNotFoundError:
-            return
-        whole = added.rpartition(b"\n")[0]
-        self._offset += len(whole) + 1 if whole else 0
-        yield from whole.decode("utf-8", "replace").splitlines()
 
 
 def failure(folder: RunFolder) -> Exception:

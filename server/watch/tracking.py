@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from queue import Full, Queue
 from typing import Any, Self
 
-from common import references
 from common.experiment import Experiment
 from common.settings import dotted
 from server.rounds.folder import CELL
@@ -53,12 +53,12 @@ class Tracker(ABC):
         """The end: "finished", "stopped" or "failed"."""
 
 
-class Tracking:
+class Trackers:
     """All trackers of a run; a context manager, which tells them how it ended."""
 
     def __init__(self, experiment: Experiment, folder: Path, say: Callable[[str], None]) -> None:
         self._channels = [
-            Channel(name, references.load(TRACKERS[name])(), experiment, folder, say)
+            Channel(name, resolve_name(TRACKERS[name])(), experiment, folder, say)
             for name in dict.fromkeys(experiment.tracking.use)
         ]
 

@@ -1,0 +1,1 @@
+"""A round over messages, for every algorithm: who is asked, what is sent, what is accepted. It names no algorithm."""

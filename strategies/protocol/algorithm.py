@@ -27,10 +27,13 @@ C = TypeVar("C")
 MemoryKind = Literal["none", "bound", "own"]
 
 
+CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 def hyperparameters(cls: type[C]) -> type[C]:
     """Make an algorithm's class a strict dataclass: fields are hyperparameters, checked and never coerced silently."""
-    return pydantic_dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True))(cls)  # type: ignore[return-value]
+    return pydantic_dataclass(kw_only=True, config=CONFIG)(cls)  # type: ignore[return-value]
 
 
 @hyperparameters

@@ -285,7 +285,7 @@ class Coordinator:
             if bound is not None and payload[group] != "scalar" and size > bound:
                 raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
         for group, value in upload.buffers.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if _spoilt(value, self.buffers[group]):
                 raise Refused("not finite", f"{group} holds NaN or Inf")
         if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
             raise Refused("not finite", f"training loss {loss}")
@@ -319,7 +319,7 @@ class Coordinator:
         before = self.state if informed is None else informed
         state = self._applied(round, ordered, before, self.strategy.aggregate)
         buffers = mean_buffers(self.buffers, ordered)
-        if not (all_finite(state) and all_finite({k: v for k, v in buffers.items() if v.is_floating_point()})):
+        if not all_finite(state) or any(_spoilt(value, self.buffers[name]) for name, value in buffers.items()):
             raise NotFinite(f"the aggregate of round {round} is not finite")
         downlink = self._down.follow(self.downlink, self.strategy.broadcast(state), round + 1)
         if not all_finite({name: value for name, value in downlink.items() if "/" not in name}):
@@ -365,6 +365,14 @@ def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
         else:
             result[name] = torch.stack(list(sent)).amax(dim=0).to(own.dtype)
     return result
+
+
+def _spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether a buffer holds NaN or Inf where the server's does not: a causal mask is -inf and stays so."""
+    if not new.is_floating_point() or bool((finite := torch.isfinite(new)).all()):
+        return False
+    same = (new == held) | (new.isnan() & held.isnan())
+    return not bool((finite | same).all())
 
 
 def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:

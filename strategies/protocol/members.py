@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from flwr.app import Message, MessageType, RecordDict
 from common.experiment import Experiment
 from common.flower import FLWR_SERIES, versions
 from common.seeds import derive
+from common.settings import name_fault
 from strategies.protocol.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
 
 
@@ -56,8 +58,13 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
     if answer.error:
         raise Refused("roll call failed", answer.error)
     lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
-    if len(lengths) != 1 or len(set(answer.names)) != len(answer.names):
-        raise Refused("malformed", f"roll of clients {answer.names[:5]}")
+    if len(lengths) != 1:
+        raise Refused("malformed", f"roll of clients {str(answer.names[:5])[:200]}: lists of different lengths")
+    for name, count in Counter(answer.names).items():
+        if fault := name_fault(name):
+            raise Refused("name", fault)
+        if count > 1:
+            raise Refused("name", f"one node hosts {count} clients called {name!r}: each client has its own name")
     if min([0, *answer.examples, *answer.evaluation]) < 0:
         raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
     if any(steps < 1 for steps, examples in zip(answer.steps, answer.examples, strict=True) if examples):

@@ -153,7 +153,7 @@ def _rows(file: str, what: str, header: tuple[str, ...], kind: Callable[[str], V
     """The rows of a CSV file: the first column's name, and the others as numbers."""
     path: Path = find(file, what)
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
             rows = csv.DictReader(stream)
             if tuple(rows.fieldnames or ()) != header:
                 raise SettingsError(f"{what} = {file!r}: columns {rows.fieldnames}; needed: {', '.join(header)}")

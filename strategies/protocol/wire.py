@@ -9,18 +9,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from common.vector import State, dtype_name, raw_bytes
+from common.vector import DTYPES, State, dtype_name, raw_bytes
 
 RAW = "fedkeel.raw"
 """Serialization type of an array that holds raw bytes: numpy's format has no bfloat16 and costs two copies more."""
-
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
 
 # Received arrays are wrapped without a copy and treated as read-only; torch warns about that once.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")

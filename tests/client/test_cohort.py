@@ -27,6 +27,7 @@ from server.engines.grid import grid
 from server.engines.inprocess import CohortGrid, InProcessGrid
 from server.rounds.folder import RunFolder
 from strategies.registry import REGISTRY
+from tests.support.helpers import MIXED, NORMED
 from tests.support.today import drawn
 
 History = list[dict[str, Any]]
@@ -77,8 +78,8 @@ def numbers(value: Any) -> dict[str, float]:
 
 def on_digits(algorithm: str, model: str) -> Experiment:
     """Four clients of digits; FedBN needs BatchNorm, pFedAFM two extractors."""
-    task = {"fedbn": "cnn", "pfedafm": "mlp"}.get(algorithm, model)
-    other = "task.extractor = 4" if algorithm == "pfedafm" else "task.width = 4"
+    task = "cnn" if algorithm in NORMED else "mlp" if algorithm in MIXED else model
+    other = "task.extractor = 4" if algorithm in MIXED else "task.width = 4"
     return Experiment.parse(f'{DIGITS}strategy.name = "{algorithm}"\ntask.model = "{task}"\n{other}\n')
 
 

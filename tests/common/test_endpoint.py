@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.deploy import endpoint
 from common.deploy.endpoint import Endpoint, parse
 from common.errors import SettingsError
+from common.flower import ROOT
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -103,7 +107,7 @@ def test_head_has_the_headers_and_no_body(port: int) -> None:
             connection.sendall(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             head, _, body = read_all(connection).partition(b"\r\n\r\n")
         assert body == b""
-        length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
+        length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
         # The counter's value may be longer by a digit in another answer; here nothing changes.
         assert int(length.split()[1]) == len(ask(port, path)[2])
 
@@ -196,6 +200,7 @@ def test_slow_and_silent_scrapers_block_nobody(process: Process, monkeypatch: py
         assert ask(served.port, "/metrics")[0] == 200
         assert time.monotonic() - started < PROMPT_S
         assert threads() <= endpoint.MOST_CONNECTIONS + 2
+        until(lambda: sum(map(alive, hostile)) <= endpoint.MOST_CONNECTIONS)
         started = time.monotonic()
     assert time.monotonic() - started < PROMPT_S
     for connection in hostile:
@@ -222,6 +227,8 @@ def test_a_scraper_that_never_reads_is_cut_off(process: Process, monkeypatch: py
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert ask(served.port, "/metrics")[0] == 200
         until(lambda: threads() == 1)
+        time.sleep(2 * endpoint.LONGEST_CONNECTION_S)
+        assert len(read_all(connection)) < 20_000_000  # what was on its way
         connection.close()
 
 
@@ -268,9 +275,47 @@ def test_a_health_that_hangs_is_told_and_blocks_neither_metrics_nor_the_end(proc
         connection.close()
 
 
+def test_signals_stay_the_process_s_own(process: Process) -> None:
+    """Ctrl-C and SIGTERM end a run as they do without an endpoint, while it serves and after."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    with Endpoint("0", process.registry, process.health) as served:
+        assert ask(served.port, "/health")[0] == 200
+        assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_the_end_is_prompt_even_before_the_beginning(process: Process) -> None:
+    """Entered and left again and again, with no thread left: also before the thread serves."""
+    started = time.monotonic()
+    for _ in range(5):
+        with Endpoint("0", process.registry, process.health):
+            pass
+        assert threads() == 0
+    assert time.monotonic() - started < PROMPT_S
+
+
+def test_commands_that_serve_nothing_do_not_load_it() -> None:
+    """It takes as long to load as all that a client's command needs to begin."""
+    code = "import sys, server.__main__, client.__main__; print({'uvicorn', 'starlette', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def threads() -> int:
-    """Threads of endpoints: the one that accepts and one a connection."""
-    return sum(t.name == "metrics" or "process_request_thread" in t.name for t in threading.enumerate())
+    """Threads of endpoints: the one that serves and one a question."""
+    return sum(t.name == "metrics" for t in threading.enumerate())
+
+
+def alive(connection: socket.socket) -> bool:
+    """Whether the other side has not closed it yet."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
 
 
 def ended(connection: socket.socket) -> bool:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 
+from client.policy import Policy
+from common.deploy import keys
 from common.errors import SettingsError
 from common.experiment import Experiment
-from strategies.registry import REGISTRY, cautions, create, resolve
+from common.settings import Section, dotted
+from server.compare.plan import Plan
+from server.deploy import nodes
+from strategies.protocol.participation import Participation
+from strategies.registry import REGISTRY, cautions, create, hyperparameter_names, resolve, written_out
 
 
 @pytest.mark.parametrize(
@@ -30,6 +40,70 @@ def test_wrong_types_are_errors(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+SETTINGS = [key for key, _ in dotted(Experiment().model_dump()) if not key.endswith(".name")]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_setting_is_infinite(value: str) -> None:
+    """Of the experiment, of every algorithm and of every task: refused by its key, whatever its type."""
+    keys = [*SETTINGS, *(f"{key}[0]" for key in ("local.betas", "speed.epochs", "speed.speeds"))]
+    for key in keys:
+        given = f"{key.removesuffix('[0]')} = " + (f"[{value}, 0.5]" if key.endswith("[0]") else value)
+        with pytest.raises(SettingsError, match=re.escape(key.removesuffix("[0]"))):
+            Experiment.parse(given)
+    for name, entry in REGISTRY.items():
+        for key in hyperparameter_names(entry.cls):
+            with pytest.raises(SettingsError, match=rf"strategy.{key} = {value}"):
+                create(Experiment.parse(f'strategy = {{name = "{name}", {key} = {value}}}'))
+    for module in ("digits", "images", "quadratic", "shakespeare", "text"):
+        importlib.import_module(f"common.tasks.{module}")
+    assert all(table.model_config["allow_inf_nan"] is False for table in tables(Section))
+
+
+def tables(cls: type[Section]) -> list[type[Section]]:
+    return [cls, *(each for sub in cls.__subclasses__() for each in tables(sub))]
+
+
+def test_a_finite_number_is_asked_for() -> None:
+    with pytest.raises(SettingsError, match=r"^experiment: local.lr = inf: Input should be a finite number$"):
+        Experiment.parse("local.lr = inf")
+
+
+@pytest.mark.parametrize("name", ["Zürich", "a b", "../x", "", ".a", "-a", "a/b", "x" * 101, "x" * 5000])
+def test_a_name_is_asked_for_by_a_sentence(name: str) -> None:
+    """No regular expression, and a long name is not echoed whole."""
+    with pytest.raises(SettingsError) as caught:
+        Experiment.parse(f'name = "{name}"')
+    assert "a name has 1 to 100 of the letters a-z and A-Z, digits, '.', '_' and '-', and begins" in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert "[A-Z" not in str(caught.value)
+
+
+def test_a_long_value_is_not_echoed_whole() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Experiment.parse(f'rounds = "{"9" * 5000}"\n{"k" * 20} = "{"v" * 5000}"')
+    assert len(str(caught.value)) < 1000
+
+
+def test_every_toml_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Windows' editors write one."""
+
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        return tmp_path / name
+
+    text = 'name = "a"\nrounds = 3'
+    assert Experiment.load(written("a.toml", text)) == Experiment.parse(text) == Experiment.parse("\ufeff" + text)
+    plan = Plan.read(written("plan.toml", 'name = "p"\nbase = "a.toml"'))[1]
+    assert plan.base == {"name": "a", "rounds": 3}
+    assert Policy.load(str(written("policy.toml", "max_steps = 5"))).max_steps == 5
+    nodes.add(file := tmp_path / "nodes.toml", "a", keys.generate(tmp_path / "a.key"))
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert list(nodes.read(file)) == ["a"]
+    trace = written("trace.csv", "client,first,last\n0,1,2\n")
+    Participation(Experiment.parse(f'presence = {{kind = "trace", file = "{trace}"}}')).check(["0"])
+
+
 def test_integers_are_numbers() -> None:
     """TOML writes 1 for 1.0."""
     settings = Experiment.parse("local.lr = 1\nlocal.betas = [0, 0.5]")
@@ -44,6 +118,19 @@ def test_a_resolved_experiment_means_the_same(name: str) -> None:
         assert resolve(Experiment.parse(text)) == resolved
     assert resolved.identity == resolve(Experiment.parse(resolved.toml(full=True))).identity
     assert create(resolved) == create(Experiment.parse(f'strategy.name = "{name}"'))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_written_out_nothing_is_left_to_defaults(name: str) -> None:
+    """Every hyperparameter stands in the text, which reads back equal, means the same and has the same hash."""
+    given = Experiment.parse(f'strategy.name = "{name}"')
+    written = written_out(given)
+    again = Experiment.parse(written.toml(full=True))
+    assert again == written == written_out(again) == written_out(resolve(given))
+    assert again.identity == written.identity
+    assert create(again) == create(given)
+    unset = {key for key in hyperparameter_names(REGISTRY[name].cls) if getattr(create(given), key) is None}
+    assert written.strategy.options.keys() == {*hyperparameter_names(REGISTRY[name].cls)} - unset
 
 
 @pytest.mark.parametrize(("moments", "warned"), [("reset", True), ("keep", False)])

@@ -126,6 +126,7 @@ def test_a_task_of_ones_own_gets_its_options() -> None:
         ),
         ("sites_of_mine:number", "is not a function but int: 7"),
         ("sites_of_mine:", "allowed: package.module:function"),
+        (":good", "allowed: package.module:function"),
         ("no_such_sites:good", "cannot be imported: ModuleNotFoundError: No module named 'no_such_sites'"),
         ("sites_broken:good", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
     ],

@@ -146,7 +146,7 @@ def test_what_cannot_be_one_vector_is_refused() -> None:
     """Two dtypes, or nothing to train: the error says what the model has."""
     with pytest.raises(SettingsError, match=r"must share one dtype.*\['float32', 'float64'\]"):
         FlatModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    with pytest.raises(SettingsError, match="must share one dtype, this model has: none"):
+    with pytest.raises(SettingsError, match="the model has no trainable parameters"):
         FlatModel(nn.ReLU())
 
 

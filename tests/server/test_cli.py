@@ -24,6 +24,7 @@ from common.flower import ROOT
 from server.__main__ import cli
 from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
+from strategies.registry import written_out
 
 SMALL = """
 name = "small"
@@ -43,6 +44,9 @@ def raises(options, partition, seed): raise ZeroDivisionError("by zero")
 def returns(options, partition, seed): return "a task"
 def odd(options, partition, seed): return Odd(options, partition, seed)
 def worse(options, partition, seed): return Worse(options, partition, seed)
+class Nobody(Digits):
+    def names(self): return []
+def nobody(options, partition, seed): return Nobody(options, partition, seed)
 """
 
 
@@ -84,7 +88,7 @@ WRONG = {
     "local = 3": ("a.toml: local = 3: Input should be a valid dictionary",),
     'local.lr = "fast"': ("local.lr = 'fast': Input should be a valid number",),
     "local.lr = nan": ("local.lr = nan: Input should be",),
-    'name = "../up"': ("a.toml: name = '../up': String should match pattern",),
+    'name = "../up"': ("a.toml: name = '../up': a name has 1 to 100 of",),
     "seeed = 1\nlocal.lr = -1": ("seeed = 1: unknown key", "local.lr = -1: Input should be greater than 0"),
     # names
     'strategy.name = "fedavgg"': ("strategy.name: 'fedavgg' is unknown; allowed: ",),
@@ -157,6 +161,24 @@ def test_the_other_commands_check_as_early(command: str) -> None:
     """Before any server is started."""
     Path("a.toml").write_text(SMALL + "round.sample = 4", "utf-8")
     refused(invoke(command, "a.toml"), "round.sample = 4 is more than the 3 clients")
+
+
+@pytest.mark.parametrize("words", [["simulate"], ["simulate", "--engine", "flower"], ["local"]])
+def test_a_task_without_clients_is_told_by_all_that_start_some(words: list[str]) -> None:
+    """Nobody is waited for."""
+    Path("a.toml").write_text(SMALL.replace("task.hidden = 4", 'task = {name = "odd_tasks:nobody"}'), "utf-8")
+    refused(invoke(*words, "a.toml"), "the task has no clients of its own", "client join --name NAME --data PATH")
+
+
+@pytest.mark.parametrize("name", ["Zürich", "a b", "../x", "-a", "x" * 5000])
+def test_a_site_joins_under_a_name_that_a_folder_can_have(name: str) -> None:
+    """A sentence says which those are; a long one is not echoed whole."""
+    result = CliRunner().invoke(client_cli, ["join", "--server", "127.0.0.1:1", f"--name={name}"])
+    assert result.exit_code == 2
+    assert "is no name: a name has 1 to 100 of" in " ".join(result.output.replace("│", " ").split())
+    assert len(result.output) < 1500
+    again = CliRunner().invoke(client_cli, ["join", "--server", "127.0.0.1:1", "--name", "a", "--name", "a"])
+    assert "'a' is given twice" in again.output
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda", "cuda:99"])
@@ -233,7 +255,7 @@ def test_what_does_not_fit_the_folder_is_told() -> None:
 
 
 def prepared(text: str) -> str:
-    return prepare(Experiment.parse(text)).experiment.identity
+    return written_out(prepare(Experiment.parse(text)).experiment).identity
 
 
 @pytest.mark.parametrize("option", ["--fleet-port", "--control-port"])
@@ -289,6 +311,7 @@ def test_check_prints_the_resolved_settings() -> None:
         "tau": 0.001,
     }
     assert tables["local"]["epochs"] == 1
+    assert tables["strategy"] == {"name": "fedadam", "weights": "data"}
     assert "# 3 clients, a model of 310 parameters, FedAvg(" in result.output
     assert Experiment.parse(result.output).rounds == 2
     assert not Path("runs").exists()

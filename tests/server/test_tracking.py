@@ -27,7 +27,7 @@ from server.rounds.folder import RunFolder
 from server.rounds.prepare import prepare
 from server.rounds.stopping import Stopped
 from server.watch import tracking
-from server.watch.tracking import Channel, Tracker, Tracking, flat, place, scalars, settings
+from server.watch.tracking import Channel, Tracker, Trackers, flat, place, scalars, settings
 from strategies.registry import resolve
 
 THEIRS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -124,17 +124,17 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
 
     def place_it(*fails: str, gate: threading.Event | None = None) -> Probe:
         made = Probe(*fails, gate=gate)
-        monkeypatch.setattr(tracking.references, "load", lambda name: lambda: made)
+        monkeypatch.setattr(tracking, "resolve_name", lambda name: lambda: made)
         return made
 
     return place_it
 
 
 def tracked(folder: Path, rounds: int = 3, error: BaseException | None = None) -> list[str]:
-    """What a run of so many rounds through `Tracking` says."""
+    """What a run of so many rounds through `Trackers` says."""
     said: list[str] = []
     ends = nullcontext() if error is None else pytest.raises(type(error))
-    with ends, Tracking(small("tensorboard"), folder, said.append) as each:
+    with ends, Trackers(small("tensorboard"), folder, said.append) as each:
         for round in range(1, rounds + 1):
             each.write(RECORD | {"round": round})
         if error:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.experiment import Experiment, ServerSettings
+from common.experiment import ServerSettings
 from common.vector import sha256, weighted_sum
 from strategies import server_optimizers
 from strategies.base import Upload
 from strategies.protocol.coordinator import mean_buffers
 from strategies.protocol.members import sample
-from tests.support.helpers import ALGORITHMS, Simulation, experiment
+from tests.support.helpers import ALGORITHMS, Simulation, experiment, headed
 
 LOCAL = {"lr": 0.05}
 
@@ -45,7 +45,7 @@ def test_all_algorithms_see_the_same_cohorts(tmp_path: Path) -> None:
     """The algorithm is no part of what sampling depends on."""
     cohorts = []
     for strategy in ALGORITHMS:
-        simulation = Simulation(experiment(tmp_path, strategy, local=LOCAL, round={"sample": 3}, seed=5))
+        simulation = Simulation(headed(tmp_path, strategy, local=LOCAL, round={"sample": 3}, seed=5))
         cohorts.append([[u.name for u in simulation.step()] for _ in range(4)])
     assert all(cohort == cohorts[0] for cohort in cohorts)
 
@@ -107,9 +107,8 @@ def test_server_optimizers_keep_dtype_and_shape(optimizer: str) -> None:
 @pytest.mark.parametrize("strategy", ALGORITHMS)
 def test_a_float32_model_stays_float32(tmp_path: Path, strategy: str) -> None:
     """float64 scalars beside it (losses, responses, cohort sizes) do not widen it."""
-    given = experiment(tmp_path, strategy, local=LOCAL, round={"sample": 3}).model_dump(exclude_unset=True)
-    given["task"]["dtype"] = "float32"
-    simulation = Simulation(Experiment.model_validate(given))
+    given = {"local": LOCAL, "round": {"sample": 3}, "task": {"dtype": "float32"}}
+    simulation = Simulation(headed(tmp_path, strategy, **given))
     kinds = {name: (value.dtype, value.shape) for name, value in simulation.coordinator.state.items()}
     simulation.run(3)
     assert {name: (value.dtype, value.shape) for name, value in simulation.coordinator.state.items()} == kinds

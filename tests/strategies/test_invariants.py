@@ -18,7 +18,7 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from strategies.base import Upload
 from strategies.protocol.members import Member
-from tests.support.helpers import ALGORITHMS, Simulation, copies, experiment
+from tests.support.helpers import ALGORITHMS, Simulation, copies, experiment, headed
 
 LOCAL = {"lr": 0.05}
 
@@ -26,7 +26,7 @@ LOCAL = {"lr": 0.05}
 @pytest.mark.parametrize("strategy", ALGORITHMS)
 def test_the_driver_of_these_tests_is_the_real_loop(tmp_path: Path, strategy: str) -> None:
     """Messages, memory and the round loop change no bit."""
-    settings = experiment(tmp_path, strategy, local=LOCAL, round={"sample": 3}, rounds=4)
+    settings = headed(tmp_path, strategy, local=LOCAL, round={"sample": 3}, rounds=4)
     folder = RunFolder(tmp_path / "run")
     record = run_experiment(InProcessGrid(app), settings, folder, say=lambda text: None)
     simulation = Simulation(settings)

@@ -22,6 +22,7 @@ from server.engines.workers import WorkerGrid
 from strategies.registry import REGISTRY
 from tests.strategies.test_table import over_grpc, under_vce
 from tests.support.faults import FaultyGrid, Ran, ran, run
+from tests.support.helpers import MIXED, NORMED
 from tests.support.today import drawn
 
 SIZES = {"0": (0, 0), "1": (1, 0), "2": (33, 3), "3": (65, 14), "4": (0, 4), "5": (2, 0)}
@@ -51,12 +52,12 @@ def experiment(plan: Path, algorithm: str = "fedavg", model: str = "mlp", **tabl
     values: dict[str, Any] = {
         "name": f"small-{algorithm}",
         "rounds": 3,
-        "task": task | ({"extractor": 4} if algorithm == "pfedafm" else {}),
+        "task": task | ({"extractor": 4} if algorithm in MIXED else {}),
         "partition": {"kind": "file", "file": str(plan)},
         "strategy": {"name": algorithm},
         "evaluate": {"clients": "all"},
     }
-    if algorithm == "fedbn" and model == "mlp":
+    if algorithm in NORMED and model == "mlp":
         values["personal"] = {"parts": ["0.*"]}  # a model without BatchNorm
     return Experiment.model_validate(values | tables)
 
@@ -74,7 +75,7 @@ def members(result: Ran) -> dict[str, dict[str, Any]]:
     return {member["name"]: member for member in json.loads((result.folder.path / "roll.json").read_text())}
 
 
-CELLS = [(name, model) for name in REGISTRY for model in ("cnn", "mlp") if (name, model) != ("pfedafm", "cnn")]
+CELLS = [(name, model) for name in REGISTRY for model in ("cnn", "mlp") if model == "mlp" or name not in MIXED]
 
 
 def survives(algorithm: str, model: str, plan: Path, folder: Path) -> None:

@@ -31,6 +31,7 @@ from strategies.registry import REGISTRY, create
 from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import ran
+from tests.support.helpers import MIXED, NORMED
 from tests.support.today import drawn
 
 CLIENTS, ROUNDS = 4, 8
@@ -102,9 +103,9 @@ def suited(case: Case, **tables: Any) -> Experiment:
         "round": {} if SAMPLES[case.sample] is None else {"sample": SAMPLES[case.sample]},
         **tables,
     }
-    if case.algorithm == "fedbn" and case.model == "digits":
+    if case.algorithm in NORMED and case.model == "digits":
         values["personal"] = {"parts": ["0.*"]}  # a model without BatchNorm
-    if case.algorithm == "pfedafm":
+    if case.algorithm in MIXED:
         task = {"name": "digits", "hidden": 32, "extractor": 16}
     if case.algorithm in SERVER_RATES:
         values["server"] = {"lr": SERVER_RATES[case.algorithm]}

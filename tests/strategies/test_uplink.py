@@ -18,6 +18,9 @@ from tests.server.rounds.test_resume import alike, digits, grid, stopped
 from tests.support.faults import FaultyGrid, fail, lies, put, ran, toy
 from tests.support.helpers import Simulation, experiment, problem
 
+ADDED_UP = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant"}
+"""Algorithms that send an "increment"."""
+
 LOSSY = ("top-k", "random-k", "sign", "int8", "bfloat16", "float16")
 
 
@@ -182,9 +185,8 @@ def test_every_algorithm_runs_compressed(algorithm: str, up: str, tmp_path: Path
 @pytest.mark.parametrize("algorithm", REGISTRY)
 def test_what_is_added_up_for_ever_needs_feedback(algorithm: str) -> None:
     """A tracker whose changes lose a part in each round would drift: refused, for exactly those that have one."""
-    adds = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant"}
     settings = squeezed(algorithm, "top-k", more={"feedback": "none"})
-    if algorithm not in adds:
+    if algorithm not in ADDED_UP:
         assert create(settings)
         return
     with pytest.raises(SettingsError, match=rf"feedback = 'none' loses .* strategy.name = '{algorithm}' adds up"):

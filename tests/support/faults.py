@@ -25,6 +25,7 @@ from server.rounds.loop import Rounds
 from server.rounds.prepare import prepare
 from strategies.protocol import wire
 from strategies.protocol.messages import BUFFERS, HEAD, STATE
+from tests.support.helpers import MIXED
 
 SIZES = (6, 10, 4, 8, 12)
 
@@ -88,7 +89,7 @@ def task(options: dict[str, Any], partition: PartitionSettings, seed: int) -> Ta
 def toy(strategy: str = "fedavg", **tables: Any) -> Experiment:
     """An experiment on this task: five clients, all of them in each of three rounds."""
     values = {"rounds": 3, "strategy": {"name": strategy}, "local": {"lr": 0.2, "batch_size": 4}, **tables}
-    values["task"] = {"name": "tests.support.faults:task", "mixture": strategy == "pfedafm", **tables.get("task", {})}
+    values["task"] = {"name": "tests.support.faults:task", "mixture": strategy in MIXED, **tables.get("task", {})}
     return Experiment.model_validate({"evaluate": {"clients": "none"}, **values})
 
 

@@ -18,6 +18,7 @@ from common.compression.feedback import Codec, Kind
 from common.data.examples import ClientData
 from common.experiment import Experiment
 from common.model import build
+from common.models.mixture import PRIVATE
 from common.seeds import derive
 from common.tasks.base import Task
 from common.tasks.quadratic import write
@@ -29,12 +30,15 @@ from strategies.protocol.members import Member, sample
 from strategies.protocol.messages import Reply, ReplyHead, TrainHead
 from strategies.registry import REGISTRY, create, resolve
 
-ALGORITHMS = sorted(REGISTRY.keys() - {"fedbn", "fedper", "fedrep", "pfedafm", "moon"})
-"""All but those that need layers: a quadratic has none."""
+NORMED = {name for name, entry in REGISTRY.items() if "batch-norm" in entry.personal.get("parts", ())}
+MIXED = {name for name, entry in REGISTRY.items() if entry.personal.get("parts") == PRIVATE}
+"""Algorithms that need a model with BatchNorm, and those that need one of two extractors, by their personal parts."""
 
-ON_DIGITS = {"fedbn": 'task = {model = "cnn", width = 2}', "pfedafm": "task.extractor = 4"}
-"""Algorithm -> what else its experiment on digits needs, as TOML: the default model has neither BatchNorm nor two
-extractors."""
+ALGORITHMS = sorted(REGISTRY.keys() - NORMED - MIXED)
+"""All that `headed` serves."""
+
+ON_DIGITS = dict.fromkeys(NORMED, 'task = {model = "cnn", width = 2}') | dict.fromkeys(MIXED, "task.extractor = 4")
+"""Algorithm -> what else its experiment on digits needs, as TOML: the default model has neither."""
 
 
 def problem(n: int = 6, d: int = 5, seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -62,6 +66,13 @@ def experiment(folder: Path, strategy: str = "fedavg", **given: Any) -> Experime
     task = {"name": "quadratic", "file": str(file), "dtype": "float64"}
     values = {"task": task, "strategy": {"name": strategy, **given}, **tables}
     return Experiment.model_validate(values)
+
+
+def headed(folder: Path, strategy: str, task: Mapping[str, Any] | None = None, **given: Any) -> Experiment:
+    """As `experiment`, of a model with an output layer, the last coordinate: what MOON and personal heads need."""
+    tables = experiment(folder, strategy, **given).model_dump(exclude_unset=True)
+    tables["task"] |= {"name": "tests.support.headed:task", **(task or {})}
+    return Experiment.model_validate(tables)
 
 
 class Simulation:

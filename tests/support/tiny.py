@@ -30,6 +30,10 @@ class Tiny(Task):
         middle = [nn.BatchNorm1d(8)] if self.norm else []
         return nn.Sequential(first, *middle, nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(8, 3))
 
+    def output_layer(self, model: nn.Module) -> nn.Module | None:
+        assert isinstance(model, nn.Sequential)
+        return model[-1]
+
     def names(self) -> list[str]:
         return [str(i) for i in range(len(self.sizes))]
 

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from grimp import build_graph
 
-from benchmarks import cohort, gpu_simulate, simulate
+from benchmarks import accuracy, cohort, gpu_simulate, house, simulate
+from server.compare.plan import Plan
+from server.compare.vetting import expand
+from strategies.registry import REGISTRY
 
 
 def test_cohort(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +53,35 @@ def test_the_datas_part_of_a_round(
     assert told[0] == "random images"
     assert [line.split()[0] for line in told[2:]] == ["none", "crop-flip"]
     assert all(0 < float(line.split()[3].removesuffix("%")) < 100 for line in told[2:])
+
+
+def test_accuracy_tunes_every_algorithm() -> None:
+    """Each has candidates, every cell of the plan can begin, and no seed of the table is one of the tuning."""
+    cells = expand(Plan.of(accuracy.tables(list(REGISTRY))))
+    tuned = {cell.variant: cell.tuned for cell in cells if cell.stage == "tune"}
+    assert list(tuned) == list(REGISTRY)
+    assert all("local.lr" in candidate for candidate in tuned.values())
+    assert "server.lr" in tuned["fedadam"]
+    assert not set(accuracy.SEEDS) & set(accuracy.TUNING_SEEDS)
+
+
+def test_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floors from the ground up; imports in functions and under TYPE_CHECKING count; of two rooms
+    in a circle the arrow of the first name is said to run upward."""
+    files = {
+        "__init__": "",
+        "ground": "",
+        "left": "from cards import ground, right",
+        "right": "import typing\nfrom cards import ground\nif typing.TYPE_CHECKING:\n    from cards import left",
+        "roof/__init__": "",
+        "roof/window": "def look():\n    from cards.left import x\n    from cards import right",
+        "roof/door": "from cards.roof import window",
+    }
+    for name, text in files.items():
+        (tmp_path / "cards" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cards" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = house.measure(build_graph("cards", cache_dir=None), "cards")
+    assert found.floors == [["ground"], ["left"], ["right"], ["roof/"]]
+    assert (len(found.arrows), found.upward, found.circles) == (6, {("left", "right")}, [{"left", "right"}])
+    assert house.picture(found)[-2:] == ["    upward: left -> right", "    circle: left, right"]

@@ -1,7 +1,7 @@
 """Flower's own programs from end to end: `flower-superlink`, `flower-supernode`, `flwr run`; none of ours is started.
 
 Client memory then lies in Flower's context: it lasts as long as the Flower run. A resumed run is a new Flower run: its
-clients say that their memory is lost, and SCAFFOLD's trackers start anew on both sides, as the README says.
+clients say that their memory is lost, and SCAFFOLD's trackers start anew on both sides, as docs/experiments.md says.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from server.compare.cell import Job, reply
 from server.compare.comparison import Comparison
 from server.compare.plan import Plan, final_cells, rows
 from server.compare.pools import ProcessPool, Reply
-from server.compare.progress import Follower, Progress, duration, remaining_s
+from server.compare.progress import CellHistory, Progress, duration, remaining_s
 from server.compare.standings import Result
 from server.compare.start import Means, devices, run, summary
 from server.compare.tuning import choose, edges, score
@@ -437,25 +437,25 @@ def test_time_left_is_that_of_the_rounds_left_at_each_variants_pace() -> None:
 def test_a_history_is_followed_as_it_grows() -> None:
     """A line that is not whole yet waits; one that was cut is read anew."""
     line = json.dumps({"round": 1, "seconds": {"total": 2.0}, "central": {"accuracy": 0.5}}) + "\n"
-    follower = Follower(Path())
-    assert (follower.look().round, follower.accuracy) == (0, None)
+    history = CellHistory(Path())
+    assert (history.look().round, history.accuracy) == (0, None)
     path = Path("history.jsonl")
     path.write_text(line + line.replace("1", "2")[:10])
-    assert (follower.look().round, follower.seconds, follower.accuracy) == (1, 2.0, 0.5)
+    assert (history.look().round, history.seconds, history.accuracy) == (1, 2.0, 0.5)
     path.write_text(line + line.replace("1", "2").replace("0.5", "0.75"))
-    assert (follower.look().round, follower.seconds, follower.accuracy) == (2, 4.0, 0.75)
-    assert list(follower.recent) == [0.5, 0.75]
+    assert (history.look().round, history.seconds, history.accuracy) == (2, 4.0, 0.75)
+    assert list(history.recent) == [0.5, 0.75]
     path.write_text(line)
-    assert (follower.look().round, follower.seconds) == (1, 2.0)
+    assert (history.look().round, history.seconds) == (1, 2.0)
 
 
 def test_a_terminal_shows_a_bar_and_the_cells_that_run() -> None:
     """Cells, rounds, time left and each running cell's round and accuracy."""
     console = Console(file=StringIO(), force_terminal=True, width=100)
-    follower = Follower(Path())
-    follower.round, follower.accuracy = 3, 0.5
+    history = CellHistory(Path())
+    history.round, history.accuracy = 3, 0.5
     with Progress("q", console) as progress:
-        progress.update((1, 4), (7, 16), 65.0, [("fedavg/seed-0", follower, 4)])
+        progress.update((1, 4), (7, 16), 65.0, [("fedavg/seed-0", history, 4)])
         progress._live.refresh()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("q  cells 1/4  rounds 7/16  0:00:00  left 0:01:05", "fedavg/seed-0  3/4  accuracy 0.5000"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import SettingsError
+from common.experiment import Experiment
 from server.compare.folder_names import point_slug, slug
 from server.compare.plan import Cell, Plan, final_cells, merged, rows, tune_cells
 from server.compare.start import outline
-from server.compare.vetting import expand
+from server.compare.vetting import compare_with_folder, expand
+from server.rounds.folder import RunFolder
+from strategies.registry import resolve, written_out
 
 BASE = {"rounds": 3, "partition": {"clients": 3}, "task": {"hidden": 4}}
 
@@ -202,7 +206,7 @@ def test_long_names_still_name_an_experiment() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"sedes": [1]}, "plan: sedes = [1]: unknown key; allowed here: name, seeds, targets, base, grid, variants"),
-    "name": ({"name": "a b"}, "plan: name = 'a b': String should match pattern"),
+    "name": ({"name": "a b"}, "plan: name = 'a b': a name has 1 to 100 of"),
     "no seeds": ({"seeds": []}, "plan: seeds = []: List should have at least 1 item"),
     "seeds twice": ({"seeds": [1, 1]}, "plan: seeds = [1, 1]: seeds are different numbers, 0 or above"),
     "seed below 0": ({"seeds": [-1]}, "plan: seeds = [-1]: seeds are different numbers"),
@@ -322,3 +326,21 @@ def test_a_dry_run_counts_rounds_and_what_tuning_adds() -> None:
         "4 cells, 12 rounds in all",
         "tuning adds 3 cells, 6 rounds",
     ]
+
+
+@pytest.mark.parametrize(("written", "mu"), [(resolve, 0.01), (written_out, 0.01), (resolve, 0.02)])
+def test_a_cells_folder_of_before_is_gone_on_with(
+    written: Callable[[Experiment], Experiment], mu: float, tmp_path: Path
+) -> None:
+    """It may lack the hyperparameters that nobody set: they were the defaults. Another value is another run."""
+    [cell] = expand(plan(base={"strategy": {"name": "hafedho"}}))
+    folder = RunFolder(tmp_path / cell.folder)
+    folder.checkpoints.mkdir(parents=True)
+    folder.append({"round": 1})
+    folder.save_settings(written(cell.experiment))
+    [wanted] = expand(plan(base={"strategy": {"name": "hafedho", "mu": mu}}))
+    if mu == 0.01:
+        compare_with_folder(tmp_path, [wanted])
+        return
+    with pytest.raises(SettingsError, match=r"holds a run with strategy.mu = 0.01, the plan says 0.02; give the plan"):
+        compare_with_folder(tmp_path, [wanted])

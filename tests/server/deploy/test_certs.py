@@ -198,7 +198,7 @@ def test_one_name_and_one_key_for_each_site(tmp_path: Path) -> None:
     for name, key, word in (
         ("a", pair(tmp_path, "b"), "has a key already"),
         ("b", public, "the same key"),
-        ("../b", public, "no site name"),
+        ("../b", public, "is no name: a name has"),
         ("b", tmp_path / "a.key", "never leaves"),
         ("b", tmp_path / "none", "cannot be read"),
     ):

@@ -227,6 +227,17 @@ def test_groups_are_runs_that_differ_in_the_seed_alone(tmp_path: Path) -> None:
     assert "seed" not in common
 
 
+def test_runs_of_before_and_of_now_are_one_group(tmp_path: Path) -> None:
+    """Older folders lack the hyperparameters that nobody set: those have their defaults. Another value is another
+    group."""
+    for seed, more in enumerate(("", 'weights = "data"', 'weights = "uniform"')):
+        folder = write_run(tmp_path / str(seed), [0.5, 0.6], seed=seed)
+        text = (folder / "experiment.toml").read_text("utf-8")
+        (folder / "experiment.toml").write_text(text.replace("[strategy]\n", f"[strategy]\n{more}\n"), "utf-8")
+    groups = groups_of(*(tmp_path / str(seed) for seed in range(3)))
+    assert sorted(len(each.runs) for each in groups) == [1, 2]
+
+
 def test_cells_are_grouped_by_variant_and_point(tmp_path: Path) -> None:
     """Whatever their settings; tuning runs are in a table of their own; targets are the plan's."""
     plan = tmp_path / "plan"

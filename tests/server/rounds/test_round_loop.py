@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from client.app import app
+from common import vector
 from common.errors import RunError, SettingsError
 from server.app import run as run_app
 from server.engines.inprocess import NODE, InProcessGrid
@@ -207,7 +208,7 @@ SCALARS = st.one_of(
 LISTS = st.one_of(st.lists(st.integers(-5, 5), max_size=3), st.lists(st.floats(), max_size=3), st.just(["0", "0"]))
 ARRAYS = st.builds(
     Array,
-    st.sampled_from([*wire.DTYPES, "object", ""]),
+    st.sampled_from([*vector.DTYPES, "object", ""]),
     st.lists(st.integers(-1, 9), max_size=3).map(tuple),
     st.sampled_from([wire.RAW, "numpy.ndarray", ""]),
     st.binary(max_size=80),
