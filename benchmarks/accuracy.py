@@ -27,7 +27,7 @@ from common.errors import RunError
 from common.experiment import Experiment
 from server.api import compare, results
 from server.compare.standings import TUNED
-from strategies.registry import REGISTRY, resolve
+from strategies.registry import REGISTRY, settled
 from tests.support.helpers import MIXED, NORMED
 
 SEEDS, TUNING_SEEDS = [0, 1, 2], [100]
@@ -61,10 +61,10 @@ def tables(algorithms: Sequence[str]) -> dict[str, Any]:
 
 def variant(algorithm: str) -> dict[str, Any]:
     """An algorithm with what is tried for it."""
-    settled = resolve(Experiment.model_validate({"strategy": {"name": algorithm}}))
-    rates = {"local.lr": ADAM if settled.local.adaptive else SGD}
-    if settled.server.optimizer not in ("sgd", "nesterov"):  # the outer step of DiLoCo and MuLoCo is part of the name
-        rates["server.lr"] = MOMENTUM if settled.server.optimizer == "momentum" else ADAPTIVE
+    whole = settled(Experiment.model_validate({"strategy": {"name": algorithm}}))[1]
+    rates = {"local.lr": ADAM if whole.local.adaptive else SGD}
+    if whole.server.optimizer not in ("sgd", "nesterov"):  # the outer step of DiLoCo and MuLoCo is part of the name
+        rates["server.lr"] = MOMENTUM if whole.server.optimizer == "momentum" else ADAPTIVE
     return {"name": algorithm, "strategy.name": algorithm, "task": task_of(algorithm), "tune": rates}
 
 

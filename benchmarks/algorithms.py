@@ -132,7 +132,9 @@ def working(algorithm: str) -> float:
 def informed(simulation: Simulation, name: str) -> None:
     """The next round's state for one client: its assigned scalars, and a first exchange if there is one."""
     coordinator = simulation.coordinator
-    coordinator.assigned = simulation.strategy.assign(coordinator.state, [name], coordinator.round + 1)
+    coordinator.assigned = simulation.strategy.assign(
+        coordinator.state, [name], coordinator.round + 1, simulation.experiment.seed
+    )
     if simulation.strategy.survey:
         simulation.informed = coordinator.inform(coordinator.round + 1, [simulation.train(name, "survey")])
 

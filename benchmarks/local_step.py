@@ -28,7 +28,7 @@ from common.experiment import Experiment, LocalSettings
 from common.model import FlatModel
 from common.tasks.base import Task
 from strategies.protocol.messages import TrainHead
-from strategies.registry import create
+from strategies.registry import settled
 
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "scaffold", "hafedho", "fedcm")
 
@@ -76,7 +76,7 @@ def federated(task: Synthetic, steps: int, batch: int, algorithm: str) -> Callab
     """One client's `local` of an algorithm, with its memory from an earlier round."""
     settings = LocalSettings(lr=0.01, steps=steps, batch_size=batch)
     experiment = Experiment(local=settings, strategy={"name": algorithm})  # type: ignore[arg-type]
-    strategy, model = create(experiment), FlatModel(task.model())
+    strategy, model = settled(experiment)[0], FlatModel(task.model())
     received = {name: value.clone() for name, value in strategy.broadcast(strategy.init(model.vector.clone())).items()}
     memory: dict[str, Tensor] = {}
     bench = SimpleNamespace(experiment=experiment, task=task, model=model, forward=Forward)

@@ -29,7 +29,7 @@ from common.tasks.base import NO_CLIENTS, Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
-from strategies.registry import create
+from strategies.registry import settled
 
 MOST_CLASSES = 10_000
 VERSIONS = versions()
@@ -70,7 +70,7 @@ class Session:
         settle(experiment.local)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            strategy = create(experiment)
+            strategy = settled(experiment)[0]
             model = build(task, experiment.seed, target, experiment.personal.parts, strategy.check_model)
             held = _sessions[target] = cls(
                 text,

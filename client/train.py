@@ -16,7 +16,6 @@ from client.training.work import LocalWork, local_steps
 from common.seeds import derive, torch_seeded
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import upload_seed
 from strategies.protocol.downlink import NotHeld
 from strategies.protocol.messages import (
     METRICS,
@@ -25,6 +24,7 @@ from strategies.protocol.messages import (
     TrainHead,
     reply_content,
     scalars,
+    upload_seed,
 )
 
 

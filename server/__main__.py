@@ -269,7 +269,7 @@ def check(experiment: File) -> None:
         from strategies.registry import written_out
 
         prepared = prepare(settings)
-        typer.echo(written_out(prepared.experiment).toml(full=True))
+        typer.echo(written_out(prepared.strategy, prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
 

@@ -16,13 +16,13 @@ from common.experiment import Experiment
 from common.flower import ROOT
 from server.rounds.folder import RunFolder, choose
 from server.rounds.loop import Rounds
-from server.rounds.prepare import prepare
+from server.rounds.prepare import assemble
 from server.rounds.records import Record
 from server.rounds.reply_limits import bound_replies, guard_replies
 from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Trackers
-from strategies.registry import resolve
+from strategies.registry import settled
 
 app = ServerApp()
 
@@ -81,7 +81,7 @@ def run(
     What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
     `stop` or the folder's stop file ended returns like a finished one; the status tells them apart.
     """
-    experiment = resolve(experiment)
+    strategy, experiment = settled(experiment)
 
     def told(text: str) -> None:
         folder.note(text)
@@ -93,7 +93,7 @@ def run(
             if caution := getattr(grid, "caution", ""):
                 told(caution)
             torch.set_num_threads(experiment.local.threads)
-            prepared = prepare(experiment)
+            prepared = assemble(strategy, experiment)
             bound_replies(prepared)
             with Trackers(prepared.experiment, folder.path, told) as tracking:
 

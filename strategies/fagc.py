@@ -14,14 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from common.experiment import Experiment, StrategySettings
 from common.seeds import derive
 from common.vector import State
 from strategies.base import FederatedStrategy, Kind, Upload, Work, hyperparameters, tracker_change
 
 
 @hyperparameters
-class Tracking(FederatedStrategy):
+class RefreshedTrackers(FederatedStrategy):
     """What both share: trackers y_i on the clients and y on the server, and the correction y - y_i, fixed for a round.
 
     Server x <- x + eta_g mean_S(Delta_i), y <- y + sum_{S~} q_i dy_i, q_i = 1/N (uniform, the paper's) or n_i/n (data):
@@ -39,7 +38,6 @@ class Tracking(FederatedStrategy):
 
     weights: Literal["uniform", "data"] = "uniform"
     refresh: float = Field(0.5, gt=0, le=1)
-    refresh_seed: int = Field(0, ge=0)
 
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "tracker": "increment"}
     trackers: ClassVar[tuple[str, ...]] = ("tracker",)
@@ -53,11 +51,11 @@ class Tracking(FederatedStrategy):
         """x and y."""
         return {"model": state["model"], "tracker": state["tracker"]}
 
-    def assign(self, state: State, sampled: Sequence[str], round: int) -> Mapping[str, Mapping[str, float]]:
+    def assign(self, state: State, sampled: Sequence[str], round: int, seed: int) -> Mapping[str, Mapping[str, float]]:
         """S~: a function of seed, round and sorted names."""
         # The decimal number that was written: in floats 0.07 * 100 is above 7.
         count = math.ceil(Fraction(str(self.refresh)) * len(sampled))
-        chance = random.Random(derive(self.refresh_seed, "refresh", round))
+        chance = random.Random(derive(seed, "refresh", round))
         return {name: {"refresh": 1.0} for name in sorted(chance.sample(sorted(sampled), count))}
 
     def expects(self, assigned: Mapping[str, float]) -> Mapping[str, Kind]:
@@ -87,15 +85,9 @@ class Tracking(FederatedStrategy):
             return following
         return following | {"tracker": state["tracker"] + tracker_change(refreshed, "tracker")}
 
-    def settle(self, experiment: Experiment) -> Experiment:
-        """With the run's seed for the draw of S~, unless it has its own."""
-        strategy = experiment.strategy
-        options = {"refresh_seed": experiment.seed} | strategy.options
-        return experiment.model_copy(update={"strategy": StrategySettings(name=strategy.name, **options)})
-
 
 @hyperparameters
-class FAGC(Tracking):
+class FAGC(RefreshedTrackers):
     """FA-GC: each gradient is corrected before the local optimizer P sees it; K steps of
 
         ghat = g_i(w) + y - y_i;   m, v of ghat;   w <- w - eta_l P(m, v),       y_i^+ = mean_k g_i(w_k)
@@ -105,7 +97,6 @@ class FAGC(Tracking):
     minimizer, where LocalAdam and FA-NT rest where mean *directions* cancel, far from it.
 
     refresh: S~/S, rounded up (default 1/2; 1 refreshes every client that takes part). S are the clients asked.
-    refresh_seed: of the draw (default: the run's seed).
     tracker: "path" is that mean (default), "start" one gradient over all examples at x (SCAFFOLD's option I).
     clip: with `clip_norm`, "raw" bounds g before it is corrected (default), "corrected" bounds ghat, as SCAFFOLD here;
     the paper does not say.
@@ -131,7 +122,7 @@ class FAGC(Tracking):
 
 
 @hyperparameters
-class FANT(Tracking):
+class FANT(RefreshedTrackers):
     """FA-NT, the ablation of FA-GC: each direction is corrected after the local optimizer; K steps of
 
         m, v of g_i(w);   d = P(m, v);   w <- w - eta_l (d + y - y_i),           y_i^+ = mean_k d_k
@@ -141,7 +132,7 @@ class FANT(Tracking):
     does. Plain SGD makes it FA-GC. What the optimizer is given is in d: a proximal term, clipping, coupled decay;
     decoupled decay is outside.
 
-    refresh, refresh_seed: as in FA-GC.
+    refresh: as in FA-GC.
     """
 
     def _walk(self, work: Work, correction: Tensor, refreshes: bool) -> Tensor | None:

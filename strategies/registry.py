@@ -31,7 +31,7 @@ from strategies.pfedafm import PFedAFM
 from strategies.scaffold import Scaffold
 from strategies.scaffoldm import ScaffoldM
 
-Table = Mapping[str, Any]
+Defaults = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Entry:
 
     cls: type[FederatedStrategy]
     paper: str
-    server: Table = field(default_factory=dict)
-    local: Table = field(default_factory=dict)
-    personal: Table = field(default_factory=dict)
-    compression: Table = field(default_factory=dict)
-    options: Table = field(default_factory=dict)
+    server: Defaults = field(default_factory=dict)
+    local: Defaults = field(default_factory=dict)
+    personal: Defaults = field(default_factory=dict)
+    compression: Defaults = field(default_factory=dict)
+    options: Defaults = field(default_factory=dict)
     fixed: tuple[str, ...] = ("server", "local")
 
 
@@ -108,37 +108,13 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
-def create(experiment: Experiment) -> FederatedStrategy:
-    """The strategy of an experiment, checked against its other settings.
+def settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
+    """The strategy of an experiment, and the experiment with all that its named algorithm implies written out: server
+    and local optimizer, options. Only so does a copy of it (sent to clients, written to the run folder) mean the same
+    as the file. What is settled settles to itself.
 
     Raises SettingsError for an unknown name or hyperparameter, a wrong value or a pair without meaning.
     """
-    return _settled(experiment)[0]
-
-
-def resolve(experiment: Experiment) -> Experiment:
-    """The experiment with all that its named algorithm implies written out: server and local optimizer, options.
-
-    Only so does a copy of it (sent to clients, written to the run folder) mean the same as the file.
-    """
-    return _settled(experiment)[1]
-
-
-def written_out(experiment: Experiment) -> Experiment:
-    """The same with every hyperparameter of the algorithm, also those that nobody set: what a run folder keeps, so that
-    it means the same when a default has changed."""
-    strategy, settled = _settled(experiment)
-    own = {name: getattr(strategy, name) for name in hyperparameter_names(type(strategy))}
-    given = settled.strategy.options | {name: value for name, value in own.items() if value is not None}
-    return settled.model_copy(update={"strategy": StrategySettings(name=settled.strategy.name, **given)})
-
-
-def config_of(experiment: Experiment) -> ConfigRecord:
-    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    return ConfigRecord({"experiment": resolve(experiment).json()})
-
-
-def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     name = experiment.strategy.name
     entry = REGISTRY.get(name)
     if entry is None:
@@ -146,7 +122,9 @@ def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     if "server" in experiment.strategy.options:
         raise SettingsError("[strategy] server: the server optimizer stands in the table [server]")
     options = dict(entry.options) | experiment.strategy.options
-    settled = experiment.model_copy(
+    if entry.cls in (FAGC, FANT) and options.get("refresh_seed") == experiment.seed:
+        del options["refresh_seed"]  # run folders of before hold it, and it is what is drawn from now
+    whole = experiment.model_copy(
         update={
             "strategy": StrategySettings(name=name, **options),
             "server": _filled(name, "server", entry, experiment.server),
@@ -155,13 +133,33 @@ def _settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
             "compression": _filled(name, "compression", entry, experiment.compression),
         }
     )
-    before = None
-    while before != settled:  # what an algorithm derives (`settle`) may be one of its own hyperparameters
-        before, strategy = settled, _strategy(entry.cls, settled)
-        settled = strategy.settle(settled)
-    strategy.check(settled)
-    _check_pairs(strategy, settled)
-    return strategy, settled
+    whole = _strategy(entry.cls, whole).settle(whole)
+    strategy = _strategy(entry.cls, whole)  # anew: what it derives may be one of its own hyperparameters
+    strategy.check(whole)
+    _check_pairs(strategy, whole)
+    return strategy, whole
+
+
+def written_out(strategy: FederatedStrategy, experiment: Experiment) -> Experiment:
+    """What is settled, with every hyperparameter of the algorithm, also those that nobody set: what a run folder keeps,
+    so that it means the same when a default has changed."""
+    own = {name: getattr(strategy, name) for name in hyperparameter_names(type(strategy))}
+    given = experiment.strategy.options | {name: value for name, value in own.items() if value is not None}
+    return experiment.model_copy(update={"strategy": StrategySettings(name=experiment.strategy.name, **given)})
+
+
+def identities(experiment: Experiment) -> tuple[str, ...]:
+    """The identity of a settled experiment, and that under which a run of it may have been kept before."""
+    strategy = experiment.strategy
+    if REGISTRY[strategy.name].cls not in (FAGC, FANT):
+        return (experiment.identity,)
+    former = StrategySettings(name=strategy.name, **strategy.options, refresh_seed=experiment.seed)
+    return experiment.identity, experiment.model_copy(update={"strategy": former}).identity
+
+
+def config_of(experiment: Experiment) -> ConfigRecord:
+    """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
+    return ConfigRecord({"experiment": settled(experiment)[1].json()})
 
 
 def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
@@ -186,7 +184,7 @@ def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> Federated
     try:
         return cls(server=experiment.server, **experiment.strategy.options)
     except ValidationError as error:
-        raise SettingsError("\n".join(_line(experiment.strategy.name, cls, e) for e in error.errors())) from None
+        raise SettingsError("\n".join(_fault_line(experiment.strategy.name, cls, e) for e in error.errors())) from None
 
 
 def cautions(strategy: FederatedStrategy, experiment: Experiment, steps: int) -> list[str]:
@@ -211,7 +209,7 @@ S = TypeVar("S", bound=Section)
 
 def _filled(name: str, table: str, entry: Entry, given: S) -> S:
     """A table of the experiment with the entry's defaults where the file says nothing."""
-    defaults: Table = getattr(entry, table)
+    defaults: Defaults = getattr(entry, table)
     own, chosen = defaults.get("optimizer"), getattr(given, "optimizer", None)
     if own and "optimizer" in given.model_fields_set and chosen != own:
         if table in entry.fixed:
@@ -224,7 +222,7 @@ def _filled(name: str, table: str, entry: Entry, given: S) -> S:
     return checked(type(given), values, f"[{table}]")
 
 
-def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
+def _fault_line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         allowed = ", ".join(hyperparameter_names(cls))
@@ -232,4 +230,13 @@ def _line(name: str, cls: type[FederatedStrategy], fault: Any) -> str:
     return f"strategy.{key} = {shown(fault['input'])}: {fault['msg']}"
 
 
-__all__ = ["REGISTRY", "Entry", "cautions", "config_of", "create", "hyperparameter_names", "resolve", "written_out"]
+__all__ = [
+    "REGISTRY",
+    "Entry",
+    "cautions",
+    "config_of",
+    "hyperparameter_names",
+    "identities",
+    "settled",
+    "written_out",
+]

@@ -11,8 +11,9 @@ from common.experiment import Experiment
 from common.settings import dotted
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
-from server.rounds.prepare import prepare
-from strategies.registry import create, resolve, written_out
+from server.rounds.prepare import assemble
+from strategies.base import FederatedStrategy
+from strategies.registry import settled, written_out
 
 FREE = {"rounds", "checkpoint", "tracking"}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
@@ -30,16 +31,16 @@ def expand(plan: Plan) -> list[Cell]:
     sound = []
     for cell in cells:
         with faults.of(cell):
-            sound.append((cell, resolve(cell.experiment)))
+            sound.append((cell, *settled(cell.experiment)))
     prepared: set[str] = set()
     split: set[str] = set()
-    for cell, experiment in sound:
+    for cell, strategy, experiment in sound:
         data = f"{experiment.task} {experiment.partition} {experiment.seed}"
         with faults.of(cell):
-            if (kind := _kind(experiment)) not in prepared:
+            if (kind := _kind(strategy, experiment)) not in prepared:
                 prepared.add(kind)
                 split.add(data)
-                prepare(experiment)
+                assemble(strategy, experiment)
             elif data not in split:
                 split.add(data)
                 tasks.create(experiment.task, experiment.partition, experiment.seed).names()
@@ -47,11 +48,11 @@ def expand(plan: Plan) -> list[Cell]:
     return cells
 
 
-def _kind(experiment: Experiment) -> str:
-    """What `prepare` looks at beside the seed and what `resolve` has checked: cells that differ elsewhere have no
+def _kind(strategy: FederatedStrategy, experiment: Experiment) -> str:
+    """What `assemble` looks at beside the seed and what `settled` has checked: cells that differ elsewhere have no
     other faults. Of an algorithm it is what it asks of a model."""
     unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
-    asked = type(create(experiment)).check_model.__qualname__
+    asked = type(strategy).check_model.__qualname__
     local = experiment.local
     muon = local.optimizer == "muon" and not local.nesterov
     return f"{experiment.model_dump(exclude=unseen)} {local.steps} {muon} {asked}"
@@ -98,7 +99,7 @@ def compare_with_folder(root: Path, cells: Iterable[Cell]) -> None:
     for cell in cells:
         with faults.of(cell):
             folder = RunFolder(root / cell.folder)
-            if changed := [*_changes(folder, resolve(cell.experiment))]:
+            if changed := [*_changes(folder, settled(cell.experiment)[1])]:
                 raise SettingsError(
                     f"{str(folder.path)!r} holds a run with {', '.join(changed)}; "
                     "give the plan another name or remove that folder"
@@ -111,7 +112,7 @@ def _changes(folder: RunFolder, wanted: Experiment) -> Iterator[str]:
     if not folder.holds_run() or not file.exists():
         return
     held = Experiment.load(file)
-    whole = (written_out(each).model_dump(mode="json", exclude=FREE) for each in (held, wanted))
+    whole = (written_out(*settled(each)).model_dump(mode="json", exclude=FREE) for each in (held, wanted))
     before, after = (dict(dotted(each)) for each in whole)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):

@@ -20,7 +20,7 @@ from common.settings import dotted, tables_of, text_of
 from server.report.scores import percentile
 from server.rounds.folder import CELL, HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
 from server.rounds.records import Record
-from strategies.registry import written_out
+from strategies.registry import settled, written_out
 
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
@@ -113,7 +113,7 @@ def read(folder: Path) -> Run:
             # Settings that an older version did not write have their defaults.
             known = Experiment.parse(run.toml)
             with suppress(SettingsError):
-                known = written_out(known)
+                known = written_out(*settled(known))
             run.settings = dict(dotted(known.model_dump(mode="json", exclude_none=True)))
     roll = read_json(folder / ROLL)
     run.roll = [member for member in roll if isinstance(member, dict)] if isinstance(roll, list) else []

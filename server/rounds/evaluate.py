@@ -13,6 +13,7 @@ from common.tasks.base import Task
 from common.tasks.base import evaluate as evaluate_model
 from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
+from strategies.protocol.acceptance import check_evaluation
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, read_reply
 
@@ -61,7 +62,7 @@ class Evaluation:
                 if name not in replies:
                     raise Refused("timed out")
                 reply = read_reply(replies[name])
-                coordinator.check_evaluation(roster.members[name], reply)
+                check_evaluation(coordinator, roster.members[name], reply)
                 results[name] = (reply.head.examples, reply.metrics)
             except Refused:
                 continue

@@ -23,10 +23,11 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.base import Upload
 from strategies.protocol import wire
+from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
-from strategies.protocol.messages import Refused, read_reply, usable
-from strategies.registry import cautions, written_out
+from strategies.protocol.messages import usable
+from strategies.registry import cautions, identities, written_out
 
 TTL_MARGIN_S = 60.0
 
@@ -72,10 +73,10 @@ class Rounds:
         self._stop = stop
         self._strict = strict
         self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
-        self._written = written_out(prepared.experiment)
+        self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
-        identities = self._written.identity, prepared.experiment.identity
-        self._checkpoints = Checkpoints(folder.checkpoints, identities, prepared.experiment.checkpoint.keep)
+        known = self._written.identity, *identities(prepared.experiment)
+        self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
         """Run to the last round; returns the last line of the history, {} if there was nothing to do.
@@ -268,19 +269,12 @@ class Rounds:
         missing: str,
         phase: str,
     ) -> list[Upload]:
-        uploads = []
-        for name in names:
-            try:
-                if name not in replies:
-                    raise Refused(missing)
-                reply = read_reply(replies[name])
-                attempt.bytes_up += reply.bytes
-                uploads.append(coordinator.check(round, name, reply, phase))
-            except Refused as error:
-                attempt.dropped[name], attempt.causes[name] = str(error), error.kind
-                if error.cause == "memory-lost" and coordinator.lost_memory(name):
-                    attempt.lost.append(name)
-        return uploads
+        verdict = judge(coordinator, round, {name: replies.get(name) for name in names}, phase, missing)
+        attempt.bytes_up += verdict.bytes
+        attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
+        attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
+        attempt.lost += verdict.lost
+        return verdict.uploads
 
     def _inform(
         self, round: int, coordinator: Coordinator, attempt: Attempt, uploads: list[Upload], quorum: int

@@ -16,7 +16,7 @@ from common.settings import name_fault
 from common.tasks.base import Task
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
-from strategies.registry import create, resolve
+from strategies.registry import settled
 
 
 @dataclass
@@ -30,9 +30,13 @@ class Prepared:
 
 
 def prepare(experiment: Experiment) -> Prepared:
-    """Create strategy, task and initial model, and check them against each other. Raises SettingsError."""
-    experiment = resolve(experiment)
-    strategy = create(experiment)
+    """Settle an experiment, and create all its parts. Raises SettingsError."""
+    return assemble(*settled(experiment))
+
+
+def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
+    """Create task and initial model of a settled experiment, and check all parts against each other. Raises
+    SettingsError."""
     _check_trackers(experiment)
     task = tasks.create(experiment.task, experiment.partition, experiment.seed)
     names, settings = task.names(), experiment.round

@@ -79,9 +79,9 @@ class Algorithm(ABC):
         """The next server state; `state` is not changed. Default: a server step along the mean of "delta"."""
         return state | server_optimizers.step(self.server, state, cohort_mean(uploads, "delta"))
 
-    def assign(self, state: State, sampled: Sequence[str], round: int) -> Mapping[str, Mapping[str, float]]:
-        """Scalars that differ by client: name -> {key: value}. A function of its arguments and the seed in the state
-        alone."""
+    def assign(self, state: State, sampled: Sequence[str], round: int, seed: int) -> Mapping[str, Mapping[str, float]]:
+        """Scalars that differ by client: name -> {key: value}. A function of its arguments alone; `seed` is the
+        run's."""
         return {}
 
     def expects(self, assigned: Mapping[str, float]) -> Mapping[str, Kind]:
@@ -129,7 +129,8 @@ class Algorithm(ABC):
         return "own" if any(own) else "none"
 
     def settle(self, experiment: Experiment) -> Experiment:
-        """The experiment with the settings that the algorithm derives from others written out."""
+        """The experiment with the settings that the algorithm derives from others written out. A function of its
+        argument and the hyperparameters; what is settled stays as it is."""
         return experiment
 
     def check(self, experiment: Experiment) -> None:

@@ -14,16 +14,15 @@ import torch
 from flwr.app import Message, MessageType
 
 from common import vector
-from common.compression.feedback import Codec, Kind
+from common.compression.feedback import Codec
 from common.experiment import Experiment
 from common.model import FlatModel
-from common.seeds import derive
 from common.vector import Layout, State
 from strategies.protocol import wire
 from strategies.protocol.algorithm import Algorithm, all_finite
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member
-from strategies.protocol.messages import EvaluateHead, Refused, Reply, TrainHead, content_of
+from strategies.protocol.messages import EvaluateHead, Refused, TrainHead, content_of
 from strategies.protocol.participation import Participation
 from strategies.protocol.work import Upload
 
@@ -40,7 +39,8 @@ class Coordinator:
     keeps; `copies` what the server holds of each client's uploads ("client/copy.group", EF21), `downlink` of what
     clients hold; `known` name -> training examples of every client that was ever on the roll (the N and n of
     trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
-    may ask for; `order` that of the last messages; `assigned` what each client was assigned in them.
+    may ask for; `order` that of the last messages; `assigned` what each client was assigned in them, `bounds` the most
+    steps that it was asked for (0: any number). Whether a reply is taken is decided in `acceptance.py`.
     """
 
     strategy: Algorithm
@@ -61,11 +61,11 @@ class Coordinator:
     assigned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._codec = Codec(self.experiment.compression, self.slots)
+        self.codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
         self.participation = Participation(self.experiment)
-        self._most: dict[str, int] = {}
+        self.bounds: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
 
     @classmethod
@@ -155,11 +155,11 @@ class Coordinator:
             left, digest = self._down.rest(broadcast, self.downlink)
             rest = wire.to_records(left)
         buffers = wire.to_records(self.buffers)
-        self.assigned = self.strategy.assign(self.state, [m.name for m in members], round)
+        self.assigned = self.strategy.assign(self.state, [m.name for m in members], round, self.experiment.seed)
         text, total = self.experiment.json(), self.total
         budgets = {member.name: self.participation.budget(round, member) for member in members}
         most = {member.name: self.participation.most_steps(round, member) for member in members}
-        self._most = {name: self.strategy.passes * steps for name, steps in most.items()}
+        self.bounds = {name: self.strategy.passes * steps for name, steps in most.items()}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
         return {
@@ -227,80 +227,6 @@ class Coordinator:
             for member in members
         }
 
-    def check(self, round: int, name: str, reply: Reply, phase: str = "") -> Upload:
-        """The upload in a reply from client `name`, or Refused with the reason: nothing unchecked meets the model."""
-        head = reply.head
-        asked = (self.run, name, self.generation, round, self.layout)
-        told = (head.run, head.client, head.generation, head.round, head.layout)
-        if told != asked:
-            raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
-        if head.status != "ok":
-            raise Refused(head.status, head.reason)
-        if not 0 < head.examples <= self.known[name]:
-            raise Refused("examples", f"{head.examples} not in 1..{self.known[name]}, the roll's number")
-        least, most = 0 if phase else 1, self._most.get(name, head.steps)
-        if not least <= head.steps <= most:
-            raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
-        if head.lr != self.lr(round):
-            raise Refused("mismatch", f"local rate {head.lr}, expected {self.lr(round)}")
-        payload = self.strategy.survey if phase else self.strategy.expects(self.assigned.get(name, {}))
-        upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=self.slots)
-        upload.settings = self.experiment.local
-        upload.vectors, upload.copies = self._decoded(round, name, reply.state, payload)
-        if not phase:
-            _same_groups("buffers", reply.buffers, self.buffers.keys())
-            for group, own in self.buffers.items():
-                _same_layout(group, reply.buffers[group], own)
-            upload.buffers = reply.buffers
-        self._check_values(upload, payload)
-        try:
-            self.strategy.check_upload(upload)
-        except ValueError as error:
-            raise Refused("meaningless", str(error)) from None
-        return upload
-
-    def _decoded(self, round: int, name: str, sent: State, payload: Mapping[str, Kind]) -> tuple[State, State]:
-        """What a client means by what it sent: vectors by group, and the new copies of this client."""
-        model, prefix = self.state["model"], f"{name}/"
-        held = {key.removeprefix(prefix): v for key, v in self.copies.items() if key.startswith(prefix)}
-        try:
-            vectors, copies = self._codec.decode(
-                sent, payload, model, held, lambda group: upload_seed(self.experiment.seed, name, round, group)
-            )
-        except ValueError as error:
-            raise Refused("layout", str(error)) from None
-        _same_groups("upload", vectors, payload.keys())
-        for group, kind in payload.items():
-            like = torch.empty((), dtype=torch.float64) if kind == "scalar" else model
-            _same_layout(group, vectors[group], like)
-        return vectors, {f"{name}/{key}": value for key, value in copies.items()}
-
-    def _check_values(self, upload: Upload, payload: Mapping[str, Kind]) -> None:
-        bound = self.experiment.round.max_upload_norm
-        for group, value in upload.vectors.items():
-            size = vector.norm(value)
-            if not math.isfinite(size):
-                raise Refused("not finite", f"{group} holds NaN or Inf")
-            upload.metrics[f"norm.{group}"] = size
-            if bound is not None and payload[group] != "scalar" and size > bound:
-                raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
-        for group, value in upload.buffers.items():
-            if _spoilt(value, self.buffers[group]):
-                raise Refused("not finite", f"{group} holds NaN or Inf")
-        if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
-            raise Refused("not finite", f"training loss {loss}")
-
-    def check_evaluation(self, member: Member, reply: Reply) -> None:
-        """Raise Refused unless a reply holds that client's metrics of the present model."""
-        head = reply.head
-        told, asked = (head.run, head.client, head.round, head.layout), (self.run, member.name, self.round, self.layout)
-        if told != asked:
-            raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
-        if head.status != "ok":
-            raise Refused(head.status, head.reason)
-        if not 0 < head.examples <= member.evaluation:
-            raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
-
     def inform(self, round: int, uploads: Sequence[Upload]) -> State:
         """The state of this round after its first exchange. Raises NotFinite."""
         state = self._applied(round, self._weighted(uploads), self.state, self.strategy.inform)
@@ -319,7 +245,7 @@ class Coordinator:
         before = self.state if informed is None else informed
         state = self._applied(round, ordered, before, self.strategy.aggregate)
         buffers = mean_buffers(self.buffers, ordered)
-        if not all_finite(state) or any(_spoilt(value, self.buffers[name]) for name, value in buffers.items()):
+        if not all_finite(state) or any(spoilt(value, self.buffers[name]) for name, value in buffers.items()):
             raise NotFinite(f"the aggregate of round {round} is not finite")
         downlink = self._down.follow(self.downlink, self.strategy.broadcast(state), round + 1)
         if not all_finite({name: value for name, value in downlink.items() if "/" not in name}):
@@ -349,11 +275,6 @@ class Coordinator:
             raise NotFinite(f"the aggregate of round {round} has no value: {error}") from error
 
 
-def upload_seed(seed: int, name: str, round: int, group: str) -> int:
-    """Of what a client sends in one round, the same on both sides."""
-    return derive(seed, "upload", name, round, group)
-
-
 def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
     """Cohort means of floating buffers. Integer and boolean ones (counters, masks) take the largest value sent and
     keep their dtype: an average of counters is no counter."""
@@ -367,19 +288,9 @@ def mean_buffers(buffers: State, uploads: Sequence[Upload]) -> State:
     return result
 
 
-def _spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
+def spoilt(new: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether a buffer holds NaN or Inf where the server's does not: a causal mask is -inf and stays so."""
     if not new.is_floating_point() or bool((finite := torch.isfinite(new)).all()):
         return False
     same = (new == held) | (new.isnan() & held.isnan())
     return not bool((finite | same).all())
-
-
-def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:
-    if set(got) != set(expected):
-        raise Refused("layout", f"{what} {sorted(got)}, expected {sorted(expected)}")
-
-
-def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
-    if got.shape != like.shape or got.dtype != like.dtype:
-        raise Refused("layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}")

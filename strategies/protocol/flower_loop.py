@@ -15,6 +15,7 @@ from common.errors import RunError, SettingsError
 from common.model import build
 from common.vector import BUFFERS, State
 from strategies.protocol import wire
+from strategies.protocol.acceptance import check_evaluation, judge
 from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import Member, members_of, roll_messages, sample
@@ -117,23 +118,18 @@ class FlowerLoop:
 
     def _judge(self, round: int, replies: Iterable[Message], phase: str = "") -> tuple[list[Upload], bool]:
         """The valid uploads, and whether memory is lost that server state is bound to."""
-        uploads, lost, coordinator = [], False, self._coordinator
         names = {message.metadata.message_id: name for name, message in self._asked.items()}
+        found: dict[str, Message] = {}
         for message in replies:
-            name = None
-            try:
-                reply = read_reply(message)
-                if (name := names.pop(message.metadata.reply_to_message_id, None)) is None:
-                    raise Refused("mismatch", "a reply to no message of this round, or a second one")
-                uploads.append(coordinator.check(round, name, reply, phase))
-            except Refused as error:
-                if error.cause == "memory-lost" and name is not None:
-                    lost |= coordinator.lost_memory(name)
-                print(
-                    f"round {round}: reply of node {message.metadata.src_node_id} dropped: {error}",
-                    flush=True,
-                )
-        return uploads, lost
+            name = names.pop(message.metadata.reply_to_message_id, None)
+            if name is None:
+                _dropped(round, message, Refused("mismatch", "a reply to no message of this round, or a second one"))
+            else:
+                found[name] = message
+        verdict = judge(self._coordinator, round, found, phase)
+        for name, error in verdict.refused.items():
+            _dropped(round, found[name], error)
+        return verdict.uploads, bool(verdict.lost)
 
     def open_evaluation(self, round: int) -> Iterable[Message]:
         """EVALUATE messages for all clients that hold evaluation examples."""
@@ -148,7 +144,7 @@ class FlowerLoop:
             try:
                 reply = read_reply(message)
                 if member := self._members.get(reply.head.client):
-                    self._coordinator.check_evaluation(member, reply)
+                    check_evaluation(self._coordinator, member, reply)
                     results[member.name] = reply
             except Refused:
                 continue
@@ -161,3 +157,7 @@ class FlowerLoop:
 
     def _arrays(self) -> ArrayRecord:
         return wire.to_records({MODEL: self._coordinator.state[MODEL], **self._coordinator.buffers})
+
+
+def _dropped(round: int, reply: Message, error: Refused) -> None:
+    print(f"round {round}: reply of node {reply.metadata.src_node_id} dropped: {error}", flush=True)

@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common.constant import ErrorCode
 
 from common.experiment import Experiment
+from common.seeds import derive
 from common.settings import checked
 from common.vector import State
 from strategies.protocol import wire
@@ -251,3 +252,8 @@ def read_reply(message: Message) -> Reply:
         raise Refused("malformed", str(error)) from None
     metrics = scalars(content.metric_records.get(METRICS))
     return Reply(head, state, buffers, metrics, wire.size(content))
+
+
+def upload_seed(seed: int, name: str, round: int, group: str) -> int:
+    """Of what a client sends in one round, the same on both sides."""
+    return derive(seed, "upload", name, round, group)

@@ -11,7 +11,7 @@ import pytest
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
-from strategies.registry import create, resolve
+from strategies.registry import settled
 
 EVERY = sorted((ROOT / "experiments" / "plans").glob("*.toml"))
 PLANS = [path for path in EVERY if path.stem.endswith(("_small", "_full"))]
@@ -38,7 +38,7 @@ def test_every_cell_can_begin(path: Path) -> None:
     """Its experiment is valid and its strategy takes all of its settings."""
     _, plan = Plan.read(path)
     for cell in cells(plan):
-        create(cell.experiment)
+        settled(cell.experiment)[0]
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
@@ -77,7 +77,7 @@ def test_variants_of_a_point_differ(path: Path) -> None:
     seen: dict[str, str] = {}
     for row in rows(plan):
         cell = final_cells(plan, row, row.candidates[0])[0]
-        settings = resolve(cell.experiment).model_dump(mode="json", exclude={"name"})
+        settings = settled(cell.experiment)[1].model_dump(mode="json", exclude={"name"})
         key = json.dumps([settings, row.variant.tune], sort_keys=True)
         assert key not in seen, f"{cell.about()} is {seen[key]}"
         seen[key] = cell.about()

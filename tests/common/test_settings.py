@@ -16,7 +16,7 @@ from common.settings import Section, dotted
 from server.compare.plan import Plan
 from server.deploy import nodes
 from strategies.protocol.participation import Participation
-from strategies.registry import REGISTRY, cautions, create, hyperparameter_names, resolve, written_out
+from strategies.registry import REGISTRY, cautions, hyperparameter_names, settled, written_out
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from strategies.registry import REGISTRY, cautions, create, hyperparameter_names
 def test_wrong_types_are_errors(text: str, message: str) -> None:
     """Neither text nor booleans become numbers silently."""
     with pytest.raises(SettingsError) as caught:
-        create(Experiment.parse(text))
+        settled(Experiment.parse(text))[0]
     assert message in str(caught.value)
 
 
@@ -54,7 +54,7 @@ def test_no_setting_is_infinite(value: str) -> None:
     for name, entry in REGISTRY.items():
         for key in hyperparameter_names(entry.cls):
             with pytest.raises(SettingsError, match=rf"strategy.{key} = {value}"):
-                create(Experiment.parse(f'strategy = {{name = "{name}", {key} = {value}}}'))
+                settled(Experiment.parse(f'strategy = {{name = "{name}", {key} = {value}}}'))[0]
     for module in ("digits", "images", "quadratic", "shakespeare", "text"):
         importlib.import_module(f"common.tasks.{module}")
     assert all(table.model_config["allow_inf_nan"] is False for table in tables(Section))
@@ -113,23 +113,24 @@ def test_integers_are_numbers() -> None:
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_resolved_experiment_means_the_same(name: str) -> None:
     """Written out in full or in part, as TOML or as JSON, a resolved experiment comes back equal."""
-    resolved = resolve(Experiment.parse(f'strategy.name = "{name}"\nround.sample = 3'))
+    resolved = settled(Experiment.parse(f'strategy.name = "{name}"\nround.sample = 3'))[1]
     for text in (resolved.toml(), resolved.toml(full=True)):
-        assert resolve(Experiment.parse(text)) == resolved
-    assert resolved.identity == resolve(Experiment.parse(resolved.toml(full=True))).identity
-    assert create(resolved) == create(Experiment.parse(f'strategy.name = "{name}"'))
+        assert settled(Experiment.parse(text))[1] == resolved
+    assert resolved.identity == settled(Experiment.parse(resolved.toml(full=True)))[1].identity
+    assert settled(resolved)[0] == settled(Experiment.parse(f'strategy.name = "{name}"'))[0]
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_written_out_nothing_is_left_to_defaults(name: str) -> None:
     """Every hyperparameter stands in the text, which reads back equal, means the same and has the same hash."""
     given = Experiment.parse(f'strategy.name = "{name}"')
-    written = written_out(given)
+    strategy, whole = settled(given)
+    written = written_out(strategy, whole)
     again = Experiment.parse(written.toml(full=True))
-    assert again == written == written_out(again) == written_out(resolve(given))
+    assert again == written == written_out(*settled(again)) == written_out(*settled(whole))
     assert again.identity == written.identity
-    assert create(again) == create(given)
-    unset = {key for key in hyperparameter_names(REGISTRY[name].cls) if getattr(create(given), key) is None}
+    assert settled(again)[0] == settled(given)[0]
+    unset = {key for key in hyperparameter_names(REGISTRY[name].cls) if getattr(settled(given)[0], key) is None}
     assert written.strategy.options.keys() == {*hyperparameter_names(REGISTRY[name].cls)} - unset
 
 
@@ -137,6 +138,6 @@ def test_written_out_nothing_is_left_to_defaults(name: str) -> None:
 def test_soaps_lost_step_is_told(moments: str, warned: bool) -> None:
     """With moments reset each round, one of the steps moves no matrix."""
     experiment = Experiment.parse(f'local = {{optimizer = "soap", moments = "{moments}"}}')
-    found = cautions(create(experiment), experiment, 7)
+    found = cautions(settled(experiment)[0], experiment, 7)
     assert len(found) == warned
     assert all("the first of 7 steps a round" in text for text in found)

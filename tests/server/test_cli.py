@@ -255,7 +255,8 @@ def test_what_does_not_fit_the_folder_is_told() -> None:
 
 
 def prepared(text: str) -> str:
-    return written_out(prepare(Experiment.parse(text)).experiment).identity
+    found = prepare(Experiment.parse(text))
+    return written_out(found.strategy, found.experiment).identity
 
 
 @pytest.mark.parametrize("option", ["--fleet-port", "--control-port"])

@@ -28,7 +28,7 @@ from server.rounds.prepare import prepare
 from server.rounds.stopping import Stopped
 from server.watch import tracking
 from server.watch.tracking import Channel, Tracker, Trackers, flat, place, scalars, settings
-from strategies.registry import resolve
+from strategies.registry import settled
 
 THEIRS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """MLflow's own use of what SQLAlchemy means to drop."""
@@ -231,7 +231,7 @@ def test_scalars_hold_no_single_client() -> None:
 
 def test_settings_are_flat_words() -> None:
     """Dotted keys as in a plan; lists as JSON; nothing of [tracking]."""
-    found = dict(flat(settings(resolve(small("mlflow")))))
+    found = dict(flat(settings(settled(small("mlflow"))[1])))
     assert (found["local.lr"], found["local.betas"], found["task.hidden"]) == ("0.1", "[0.9, 0.99]", "4")
     assert found["strategy.name"] == "fedavg"
     assert not any(key.startswith("tracking") for key in found)

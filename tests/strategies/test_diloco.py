@@ -18,7 +18,7 @@ from client.memory.versions import DiskMemory
 from common.compression.feedback import Codec
 from common.errors import SettingsError
 from common.model import FlatModel, build, matrix_slots
-from strategies.registry import create, resolve
+from strategies.registry import settled
 from tests.server.rounds.test_resume import alike, digits, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.strategies.test_one_round import ARRAYS
@@ -192,20 +192,20 @@ def test_one_sgd_step_inside_is_centralized_nesterov(tmp_path: Path) -> None:
 
 def test_registered_settings() -> None:
     """As the papers have them; a file may change all but the optimizers."""
-    diloco, muloco = (resolve(settings(name, local={})) for name in ("diloco", "muloco"))
+    diloco, muloco = (settled(settings(name, local={}))[1] for name in ("diloco", "muloco"))
     for each in (diloco, muloco):
         assert each.server.model_dump(include=set(OUTER)) == OUTER
         assert (each.local.lr, each.local.moments) == (4e-4, "keep")
-        assert create(each).weights == "uniform"
-        assert create(each).memory_kind(each) == "own"
+        assert settled(each)[0].weights == "uniform"
+        assert settled(each)[0].memory_kind(each) == "own"
     assert (diloco.local.optimizer, diloco.local.weight_decay) == ("adamw", 0.1)
     kept = {"optimizer": "muon", "betas": (0.9, 0.99), "nesterov": False, "muon_scale": "rms", "weight_decay": 1e-4}
     assert muloco.local.model_dump(include=set(kept)) == kept
-    changed = resolve(settings("muloco", local={"lr": 0.1}, server={"momentum": 0.6}))
+    changed = settled(settings("muloco", local={"lr": 0.1}, server={"momentum": 0.6}))[1]
     assert (changed.local.lr, changed.server.momentum, changed.server.lr) == (0.1, 0.6, 0.7)
     for table, name in (("local", "sgd"), ("server", "momentum")):
         with pytest.raises(SettingsError, match=f"{table}.optimizer = '{name}' contradicts strategy.name = 'diloco'"):
-            resolve(settings("diloco", **{table: {"optimizer": name}}))
+            settled(settings("diloco", **{table: {"optimizer": name}}))[1]
 
 
 # --- inner state through messages, memory and checkpoints

@@ -29,7 +29,7 @@ from common.model import build, matrix_slots
 from common.tasks.base import Task
 from strategies.protocol import wire
 from strategies.protocol.messages import STATE
-from strategies.registry import REGISTRY, create, resolve
+from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, digits, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import FaultyGrid, ran, toy
@@ -92,7 +92,7 @@ def compare(
         for seed in range(100)
         if [*map(drawn(strategy, seed), range(1, len(refreshed) + 1))] == [[each] for each in refreshed]
     )
-    given: dict[str, Any] = {"local": ADAM, "weights": weights, "refresh_seed": seed}
+    given: dict[str, Any] = {"local": ADAM, "weights": weights, "seed": seed}
     simulation = Simulation(experiment(folder, strategy, arrays=ARRAYS, **given))
     shares = {"uniform": (0.5, 0.5), "data": (0.25, 0.75)}[weights]
     x, y, own = 1.0, 0.0, {"0": 0.0, "1": 0.0}
@@ -111,8 +111,8 @@ def compare(
 
 def drawn(strategy: str, seed: int, names: str = "01", share: float = 0.5) -> Any:
     """Round -> who refreshes."""
-    each = REGISTRY[strategy].cls(refresh_seed=seed, refresh=share)
-    return lambda round: sorted(each.assign({}, list(names), round))
+    each = REGISTRY[strategy].cls(refresh=share)
+    return lambda round: sorted(each.assign({}, list(names), round, seed))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_fagc_with_sgd_is_scaffold(tmp_path: Path, weights: str, momentum: float
 def test_both_weigh_as_scaffold_does(tmp_path: Path) -> None:
     """Uniformly unless they are told."""
     for strategy in (*BOTH, "scaffold"):
-        assert create(experiment(tmp_path, strategy)).weights == "uniform"
+        assert settled(experiment(tmp_path, strategy))[0].weights == "uniform"
 
 
 @pytest.mark.parametrize("refresh", [0.5, 1.0])
@@ -461,15 +461,18 @@ def test_how_many_refresh(share: float, clients: int, count: int) -> None:
     """The ceiling of the written share: 0.07 * 100 is above 7 in floats."""
     names = [str(i) for i in range(clients)]
     each = REGISTRY["fagc"].cls(refresh=share)
-    assert len(each.assign({}, names, 1)) == count
+    assert len(each.assign({}, names, 1, 0)) == count
 
 
 def test_the_draw_is_the_runs(tmp_path: Path) -> None:
-    """Its seed, written out for all who get a copy of the settings, unless the draw has one of its own."""
-    for given, expected in (({"seed": 8}, 8), ({"seed": 8, "refresh_seed": 2}, 2), ({"seed": 8, "refresh_seed": 0}, 0)):
-        settled = resolve(experiment(tmp_path, "fagc", **given))
-        assert settled.strategy.options["refresh_seed"] == create(settled).refresh_seed == expected
-        assert resolve(settled) == settled
+    """Nothing is written out for it. A run folder of before 0.4 holds the run's seed as a setting of its own and means
+    the same; another seed cannot be had."""
+    strategy, whole = settled(experiment(tmp_path, "fagc", seed=8))
+    assert "refresh_seed" not in whole.strategy.options
+    assert settled(experiment(tmp_path, "fagc", seed=8, refresh_seed=8)) == (strategy, whole)
+    for name in BOTH:
+        with pytest.raises(SettingsError, match=rf"strategy.refresh_seed = 2: '{name}' has no such hyperparameter"):
+            settled(experiment(tmp_path, name, seed=8, refresh_seed=2))
 
 
 def test_only_who_refreshes_is_expected_to_send_a_tracker() -> None:
@@ -640,18 +643,18 @@ def test_localadam_is_fedavg_with_fagcs_adam(tmp_path: Path) -> None:
     plain = Simulation(experiment(tmp_path, "fedavg", weights="uniform", local=local, round={"sample": 3}))
     named = Simulation(experiment(tmp_path, "localadam", round={"sample": 3}))
     assert torch.equal(named.path(5), plain.path(5))
-    tables = {resolve(experiment(tmp_path, name)).local.model_dump_json() for name in ("localadam", *BOTH)}
+    tables = {settled(experiment(tmp_path, name))[1].local.model_dump_json() for name in ("localadam", *BOTH)}
     assert len(tables) == 1
     with pytest.raises(SettingsError, match=r"'sgd' contradicts strategy.name = 'localadam'"):
-        create(experiment(tmp_path, "localadam", local=SGD))
+        settled(experiment(tmp_path, "localadam", local=SGD))[0]
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_other_optimizers_have_their_own_defaults(tmp_path: Path, strategy: str) -> None:
     """Adam's rate and missing bias correction are no defaults for them."""
-    local = resolve(experiment(tmp_path, strategy, local=SGD)).local
+    local = settled(experiment(tmp_path, strategy, local=SGD))[1].local
     assert (local.lr, local.bias_correction) == (0.1, True)
-    local = resolve(experiment(tmp_path, strategy, local={"lr": 0.5})).local
+    local = settled(experiment(tmp_path, strategy, local={"lr": 0.5}))[1].local
     assert (local.optimizer, local.lr, local.bias_correction) == ("adam", 0.5, False)
 
 
@@ -660,10 +663,10 @@ def test_other_optimizers_have_their_own_defaults(tmp_path: Path, strategy: str)
     [
         ("fagc", {"refresh": 0.0}, r"strategy.refresh = 0.0: Input should be greater than 0"),
         ("fant", {"refresh": 1.5}, r"strategy.refresh = 1.5: Input should be less than or equal to 1"),
-        ("fagc", {"refresh_seed": -1}, r"strategy.refresh_seed = -1: .*greater than or equal to 0"),
+        ("fagc", {"refresh_seed": 1}, r"strategy.refresh_seed = 1: 'fagc' has no such hyperparameter"),
         ("fagc", {"clip": "before"}, r"strategy.clip = 'before': Input should be 'raw' or 'corrected'"),
         ("fagc", {"tracker": "end"}, r"strategy.tracker = 'end': Input should be 'path' or 'start'"),
-        ("fant", {"clip": "raw"}, r"'fant' has no such hyperparameter; allowed: weights, refresh, refresh_seed$"),
+        ("fant", {"clip": "raw"}, r"'fant' has no such hyperparameter; allowed: weights, refresh$"),
         ("fant", {"tracker": "start"}, r"'fant' has no such hyperparameter"),
         (
             "fant",
@@ -674,11 +677,11 @@ def test_other_optimizers_have_their_own_defaults(tmp_path: Path, strategy: str)
 )
 def test_refusals(tmp_path: Path, strategy: str, given: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
-        create(experiment(tmp_path, strategy, **given))
+        settled(experiment(tmp_path, strategy, **given))[0]
 
 
 def test_lossless_compression_may_do_without_feedback(tmp_path: Path) -> None:
-    assert create(experiment(tmp_path, "fagc", compression={"up": "identity", "feedback": "none"}))
+    assert settled(experiment(tmp_path, "fagc", compression={"up": "identity", "feedback": "none"}))[0]
 
 
 # --- matrices

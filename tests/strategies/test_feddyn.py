@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import SettingsError
-from strategies.registry import create
+from strategies.registry import settled
 from tests.support.helpers import Simulation, experiment, problem
 
 ARRAYS = {"centers": [[2.0], [-1.0]], "curvatures": [[1.0], [2.0]], "steps": [1, 2], "examples": [1, 3], "start": [1.0]}
@@ -206,7 +206,7 @@ def test_exact_solutions_approach_by_alpha_over_a_plus_alpha(tmp_path: Path) -> 
 
 
 def test_one_vector_down_and_one_up(tmp_path: Path) -> None:
-    strategy = create(experiment(tmp_path, "feddyn"))
+    strategy = settled(experiment(tmp_path, "feddyn"))[0]
     assert set(strategy.broadcast(strategy.init(torch.zeros(3)))) == {"model"}
     assert dict(strategy.payload) == {"delta": "increment"}
     assert (strategy.memory, strategy.trackers) == ("bound", ("dual",))
@@ -231,11 +231,11 @@ def test_one_vector_down_and_one_up(tmp_path: Path) -> None:
 )
 def test_refusals(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        create(experiment(tmp_path, "feddyn", **given))
+        settled(experiment(tmp_path, "feddyn", **given))[0]
 
 
 def test_lossless_compression_may_do_without_feedback(tmp_path: Path) -> None:
-    assert create(experiment(tmp_path, "feddyn", compression={"up": "identity", "feedback": "none"}))
+    assert settled(experiment(tmp_path, "feddyn", compression={"up": "identity", "feedback": "none"}))[0]
 
 
 def test_the_data_of_these_tests_tell_the_weightings_apart() -> None:

@@ -18,7 +18,7 @@ from common.model import build
 from common.vector import Slot, layout_of
 from strategies.base import Upload
 from strategies.fedlws import FedLWS, group_sizes
-from strategies.registry import create
+from strategies.registry import settled
 from tests.support.helpers import Simulation, experiment
 from tests.support.tiny import Tiny, simulate
 
@@ -170,4 +170,4 @@ def test_buffers_are_averaged_and_not_shrunk() -> None:
 )
 def test_refusals(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        create(experiment(tmp_path, "fedlws", **given))
+        settled(experiment(tmp_path, "fedlws", **given))[0]

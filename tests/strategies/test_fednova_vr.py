@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.errors import SettingsError
 from common.vector import weighted_sum
 from strategies.fednova import unit_response
-from strategies.registry import create
+from strategies.registry import settled
 from tests.strategies.test_momentum import (
     CLIENTS,
     COHORTS,
@@ -267,7 +267,7 @@ def test_lossy_uploads_leave_no_trace_in_dbar(tmp_path: Path, feedback: str) -> 
 )
 def test_pairs_without_meaning(tmp_path: Path, name: str, local: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError) as error:
-        create(experiment(tmp_path, name, local=local))
+        settled(experiment(tmp_path, name, local=local))[0]
     assert text in str(error.value)
 
 

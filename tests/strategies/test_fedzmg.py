@@ -14,7 +14,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import Layout, layout_of
 from strategies.fedzmg import project
-from strategies.registry import create
+from strategies.registry import settled
 from tests.support.helpers import Simulation, experiment
 
 CENTERS, CURVATURES = [[2.0, -1.0], [-1.0, 0.5]], [[1.0, 2.0], [2.0, 4.0]]
@@ -155,4 +155,4 @@ def test_a_model_of_vectors_is_fedavgs(tmp_path: Path, scope: str) -> None:
 
 def test_an_unknown_scope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"strategy.scope = 'layer': .*'tensor', 'filter' or 'global'"):
-        create(experiment(tmp_path, "fedzmg", scope="layer"))
+        settled(experiment(tmp_path, "fedzmg", scope="layer"))[0]

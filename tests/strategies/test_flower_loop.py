@@ -22,7 +22,7 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.prepare import prepare
 from strategies.protocol import wire
 from strategies.protocol.messages import METRICS
-from strategies.registry import REGISTRY, config_of, create
+from strategies.registry import REGISTRY, config_of, settled
 from tests.server.rounds.test_resume import digits
 from tests.support.faults import FaultyGrid, fail, head, lies, put, ran, toy
 
@@ -35,7 +35,7 @@ def arrays(settings: Experiment) -> ArrayRecord:
 
 def start(settings: Experiment, grid: InProcessGrid | None = None, rounds: int = 3) -> Result:
     """As a user of Flower would call it."""
-    strategy, config = create(settings), config_of(settings)
+    strategy, config = settled(settings)[0], config_of(settings)
     return strategy.start(grid or InProcessGrid(app), arrays(settings), num_rounds=rounds, train_config=config)
 
 
@@ -176,7 +176,7 @@ def test_what_start_needs_is_told() -> None:
     """The experiment in `train_config`, nodes that fit and have names of their own, and at least one of them."""
     settings = toy()
     with pytest.raises(RunError, match=r"start\(...\) needs train_config=config_of\(experiment\)"):
-        create(settings).start(InProcessGrid(app), arrays(settings), num_rounds=1)
+        settled(settings)[0].start(InProcessGrid(app), arrays(settings), num_rounds=1)
     with pytest.raises(SettingsError, match="holds a model with layout 0000"):
         start(settings, FaultyGrid(lies("", head(layout="0000"), round=0)))
     grid = FaultyGrid()

@@ -22,7 +22,7 @@ from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
 from strategies.mime import Mime
 from strategies.protocol.messages import METRICS, STATE
-from strategies.registry import create
+from strategies.registry import settled
 from tests.server.rounds.test_resume import alike, digits, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.strategies.test_flower_loop import start, weights
@@ -282,8 +282,8 @@ ADAMS = "strategy.bias_correction and strategy.denominator belong to base 'adam'
 )
 def test_refusals(options: dict[str, Any], local: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        create(mime(options, local=local))
-    assert create(toy("mimelite", local={"sam_rho": 0.1}))
+        settled(mime(options, local=local))[0]
+    assert settled(toy("mimelite", local={"sam_rho": 0.1}))[0]
 
 
 # --- two exchanges in one round, through messages

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import SettingsError
 from common.experiment import Experiment
 from strategies.padamfed import free_rates
-from strategies.registry import create, resolve
+from strategies.registry import settled
 from tests.strategies.test_one_round import ARRAYS
 from tests.support.helpers import Simulation, experiment, problem
 
@@ -495,18 +495,18 @@ def test_free_rates(tmp_path: Path) -> None:
 def test_free_rates_are_written_out(tmp_path: Path) -> None:
     """Into [local], [server] and [strategy], once and for all: a copy of the resolved file means the same."""
     given = free(tmp_path, 256, 4, 4)
-    resolved = resolve(given)
-    assert (resolved.local.lr, resolved.server.lr, create(given).beta) == (1 / 64, 0.5, 0.25)
-    assert create(given).server.lr == 0.5
+    resolved = settled(given)[1]
+    assert (resolved.local.lr, resolved.server.lr, settled(given)[0].beta) == (1 / 64, 0.5, 0.25)
+    assert settled(given)[0].server.lr == 0.5
     assert resolved.strategy.options == {"rates": "free", "beta": 0.25}
     again = Experiment.model_validate_json(resolved.json())
-    assert resolve(again) == resolved == resolve(resolved)
-    assert resolve(again).json() == resolved.json()
+    assert settled(again)[1] == resolved == settled(resolved)[1]
+    assert settled(again)[1].json() == resolved.json()
     tuned = experiment(tmp_path, "padamfed", arrays=SMALL)
-    assert resolve(tuned).local.lr == tuned.local.lr
+    assert settled(tuned)[1].local.lr == tuned.local.lr
     # Powers may differ in the last bit from machine to machine: what the server wrote out stands.
     near = resolved.model_copy(update={"local": resolved.local.model_copy(update={"lr": 1 / 64 + 2**-58})})
-    assert resolve(near).local.lr == 1 / 64 + 2**-58 != 1 / 64
+    assert settled(near)[1].local.lr == 1 / 64 + 2**-58 != 1 / 64
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_free_rates_are_written_out(tmp_path: Path) -> None:
 )
 def test_free_rates_that_cannot_be(tmp_path: Path, given: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError) as error:
-        create(free(tmp_path, 256, 4, 4, **given))
+        settled(free(tmp_path, 256, 4, 4, **given))[0]
     assert text in str(error.value)
 
 
@@ -574,5 +574,5 @@ def test_free_rates_that_cannot_be(tmp_path: Path, given: dict[str, Any], text: 
 )
 def test_pairs_without_meaning(tmp_path: Path, strategy: str, given: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError) as error:
-        create(experiment(tmp_path, strategy, **given))
+        settled(experiment(tmp_path, strategy, **given))[0]
     assert text in str(error.value)

@@ -20,7 +20,7 @@ from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.model import build
 from common.tasks.base import Task
 from common.vector import sha256
-from strategies.registry import create
+from strategies.registry import settled
 from tests.support.helpers import Simulation, experiment
 from tests.support.tiny import Tiny
 
@@ -232,7 +232,9 @@ def test_a_strength_of_zero_is_fedavg_bit_for_bit() -> None:
     """With BatchNorm and dropout; nothing is kept."""
     task = Seen((9, 5, 8), dropout=0.3)
     moon, fedavg = tiny(mu=0.0, task=task), tiny(task=task)
-    fedavg.strategy = fedavg.coordinator.strategy = create(Experiment.model_validate({"strategy": {"name": "fedavg"}}))
+    fedavg.strategy = fedavg.coordinator.strategy = settled(
+        Experiment.model_validate({"strategy": {"name": "fedavg"}})
+    )[0]
     assert torch.equal(moon.path(4), fedavg.path(4))
     assert sha256(moon.coordinator.buffers) == sha256(fedavg.coordinator.buffers)
     assert all(moon.memory(name) == {} for name in moon.members)
@@ -303,7 +305,7 @@ def test_a_model_without_an_output_layer_is_refused(tmp_path: Path) -> None:
 )
 def test_refusals(given: dict[str, float], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        create(settings(strategy=given))
+        settled(settings(strategy=given))[0]
 
 
 def task_of(**options: Any) -> Task:

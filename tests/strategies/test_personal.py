@@ -35,7 +35,7 @@ from server.watch.tracking import scalars
 from strategies.protocol import wire
 from strategies.protocol.members import sample
 from strategies.protocol.messages import BUFFERS, STATE
-from strategies.registry import REGISTRY, create, resolve
+from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.strategies.test_flower_loop import start, weights
@@ -147,7 +147,7 @@ class Plain:
     """A federation with personal parts, written out: `shared` is the server's part, `own` that of each client."""
 
     def __init__(self, experiment: Experiment, personal: set[str], head_steps: int = 0) -> None:
-        self.experiment, self.personal, self.head_steps = resolve(experiment), personal, head_steps
+        self.experiment, self.personal, self.head_steps = settled(experiment)[1], personal, head_steps
         self.task = Groups()
         module = build(self.task, experiment.seed).module
         self.start = {name: value.clone() for name, value in module.state_dict().items()}
@@ -363,12 +363,12 @@ def test_registered_compositions() -> None:
         "fedrep": (["head"], 10, "uniform"),
     }
     for name, (parts, head_steps, weighting) in expected.items():
-        experiment = resolve(settings(name))
+        experiment = settled(settings(name))[1]
         assert (experiment.personal.parts, experiment.personal.head_steps) == (parts, head_steps)
-        assert create(experiment).weights == weighting
-        assert create(experiment).memory_kind(experiment) == "own"
+        assert settled(experiment)[0].weights == weighting
+        assert settled(experiment)[0].memory_kind(experiment) == "own"
         assert REGISTRY[name].cls is REGISTRY["fedavg"].cls
-    assert resolve(settings("fedbn", personal={"parts": ["layer-norm"]})).personal.parts == ["layer-norm"]
+    assert settled(settings("fedbn", personal={"parts": ["layer-norm"]}))[1].personal.parts == ["layer-norm"]
 
 
 # --- what is sent, and what is not

@@ -22,7 +22,7 @@ from common.tasks.base import Task
 from common.vector import sha256
 from server.rounds.prepare import prepare
 from strategies.protocol.members import sample
-from strategies.registry import create, resolve
+from strategies.registry import settled
 from tests.strategies.test_personal import Groups, close, own_part
 from tests.support.faults import FaultyGrid, ran, toy
 from tests.support.helpers import Simulation
@@ -338,13 +338,13 @@ def test_of_sequences() -> None:
 )
 def test_refused_settings(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        create(toy("pfedafm", **tables))
+        settled(toy("pfedafm", **tables))[0]
 
 
 @pytest.mark.parametrize("given", [0, -0.1])
 def test_alpha_lr_is_positive(given: float) -> None:
     with pytest.raises(SettingsError, match=f"strategy.alpha_lr = {given}: Input should be greater than 0"):
-        create(experiment("task", {}, alpha_lr=given))
+        settled(experiment("task", {}, alpha_lr=given))[0]
 
 
 def test_a_model_of_one_extractor_is_refused() -> None:
@@ -365,4 +365,4 @@ def test_kept_momentum_of_both_phases() -> None:
     memory = driver.memory("3")
     assert memory["optimizer.shared.vector.0.momentum_buffer"].shape == driver.x.shape
     assert memory["optimizer.personal.vector.0.momentum_buffer"].shape == memory["personal.parameters"].shape
-    assert resolve(driver.experiment).personal.parts == PRIVATE
+    assert settled(driver.experiment)[1].personal.parts == PRIVATE

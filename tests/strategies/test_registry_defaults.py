@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import SettingsError
 from common.experiment import Experiment, LocalSettings
-from strategies.registry import ADAMS, REGISTRY, resolve
+from strategies.registry import ADAMS, REGISTRY, settled
 
 OPTIMIZERS = get_args(LocalSettings.model_fields["optimizer"].annotation)
 
@@ -21,16 +21,16 @@ def test_an_adam_keeps_the_defaults_of_its_table(name: str, optimizer: str) -> N
     entry, given = REGISTRY[name], {"strategy": {"name": name}}
     own = entry.local["optimizer"]
 
-    def settled(**local: Any) -> LocalSettings:
-        return resolve(Experiment.model_validate(given | {"local": {"optimizer": optimizer, **local}})).local
+    def found(**local: Any) -> LocalSettings:
+        return settled(Experiment.model_validate(given | {"local": {"optimizer": optimizer, **local}}))[1].local
 
     if "local" in entry.fixed and optimizer != own:
         with pytest.raises(SettingsError, match=f"{optimizer!r} contradicts strategy.name = {name!r}"):
-            settled()
+            found()
         return
     kept = entry.local if optimizer == own or {optimizer, own} <= ADAMS else {}
-    assert settled() == LocalSettings(**{**kept, "optimizer": optimizer})
+    assert found() == LocalSettings(**{**kept, "optimizer": optimizer})
     if optimizer in ADAMS and name in ("fagc", "fant"):
-        assert (settled().lr, settled().bias_correction) == (1e-3, False)
-        chosen = settled(lr=0.5, bias_correction=True)
+        assert (found().lr, found().bias_correction) == (1e-3, False)
+        chosen = found(lr=0.5, bias_correction=True)
         assert (chosen.lr, chosen.bias_correction) == (0.5, True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.experiment import Experiment
 from common.vector import sha256
-from strategies.registry import create
+from strategies.registry import settled
 from tests.support.helpers import Simulation, experiment
 from tests.support.tiny import Tiny, settings, simulate, trained
 
@@ -220,4 +220,4 @@ def test_half_precision(tmp_path: Path) -> None:
 def test_it_composes_with_every_optimizer_of_the_server(tmp_path: Path) -> None:
     """A local step is nothing that a server sees."""
     for optimizer in ("momentum", "adam"):
-        assert create(experiment(tmp_path, "fedsam", server={"optimizer": optimizer}))
+        assert settled(experiment(tmp_path, "fedsam", server={"optimizer": optimizer}))[0]

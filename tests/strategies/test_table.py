@@ -27,7 +27,7 @@ from server.deploy.superlink import SuperLink
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.watch.follow import failure
-from strategies.registry import REGISTRY, create
+from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import ran
@@ -123,7 +123,7 @@ def test_what_has_no_meaning_is_refused(algorithm: str) -> None:
     refused = {}
     for optimizer in ("sgd", "momentum", "adam"):
         try:
-            create(suited(Case(algorithm, "digits", optimizer, "full")))
+            settled(suited(Case(algorithm, "digits", optimizer, "full")))[0]
         except SettingsError as error:
             refused[optimizer] = str(error)
     file = REGISTRY[algorithm].cls.__module__.rpartition(".")[2]

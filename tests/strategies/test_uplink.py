@@ -13,7 +13,7 @@ from flwr.app import Message
 from common.errors import SettingsError
 from common.experiment import Experiment
 from strategies.protocol.messages import STATE
-from strategies.registry import REGISTRY, create
+from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, digits, grid, stopped
 from tests.support.faults import FaultyGrid, fail, lies, put, ran, toy
 from tests.support.helpers import Simulation, experiment, problem
@@ -175,7 +175,7 @@ def test_every_algorithm_runs_compressed(algorithm: str, up: str, tmp_path: Path
     """Everything that each of them sends, with a client sampled now and then; and the same in a second run."""
     settings = squeezed(algorithm, up, rounds=4, round={"sample": 3})
     if up in ("top-k", "random-k", "sign"):
-        assert create(settings).memory_kind(settings) != "none"
+        assert settled(settings)[0].memory_kind(settings) != "none"
     first = ran(tmp_path / "a", settings, FaultyGrid(memory=str(tmp_path / "memory")))
     again = ran(tmp_path / "b", settings)
     assert not any(line["dropped"] for line in first.history)
@@ -187,7 +187,7 @@ def test_what_is_added_up_for_ever_needs_feedback(algorithm: str) -> None:
     """A tracker whose changes lose a part in each round would drift: refused, for exactly those that have one."""
     settings = squeezed(algorithm, "top-k", more={"feedback": "none"})
     if algorithm not in ADDED_UP:
-        assert create(settings)
+        assert settled(settings)[0]
         return
     with pytest.raises(SettingsError, match=rf"feedback = 'none' loses .* strategy.name = '{algorithm}' adds up"):
-        create(settings)
+        settled(settings)[0]

@@ -24,11 +24,12 @@ from common.tasks.base import Task
 from common.tasks.quadratic import write
 from common.vector import State
 from strategies.base import Upload
-from strategies.protocol.coordinator import Coordinator, upload_seed
+from strategies.protocol.acceptance import accepted_upload
+from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, sample
-from strategies.protocol.messages import Reply, ReplyHead, TrainHead
-from strategies.registry import REGISTRY, create, resolve
+from strategies.protocol.messages import Reply, ReplyHead, TrainHead, upload_seed
+from strategies.registry import REGISTRY, settled
 
 NORMED = {name for name, entry in REGISTRY.items() if "batch-norm" in entry.personal.get("parts", ())}
 MIXED = {name for name, entry in REGISTRY.items() if entry.personal.get("parts") == PRIVATE}
@@ -83,8 +84,8 @@ class Simulation:
     """
 
     def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
-        self.experiment = experiment = resolve(experiment)
-        self.strategy = create(experiment)
+        self.strategy, experiment = settled(experiment)
+        self.experiment = experiment
         self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
@@ -176,7 +177,7 @@ class Simulation:
             lr=upload.lr,
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
-        return coordinator.check(round, name, reply, phase)
+        return accepted_upload(coordinator, round, name, reply, phase)
 
     def _upload(self, work: LocalWork, name: str, phase: str) -> Upload:
         before = torch.get_rng_state()
@@ -198,7 +199,7 @@ class Simulation:
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
         late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]
-        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round)
+        coordinator.assigned = self.strategy.assign(coordinator.state, self.sampled, round, self.experiment.seed)
         self.informed = None
         if self.strategy.survey:
             self.informed = coordinator.inform(round, [self.train(name, "survey") for name in self.sampled])

@@ -228,7 +228,8 @@ class Replay(Simulation):
             assert not self.coordinator.lost_memory(event.names[0])
         else:
             self.sampled, self.forgot = list(event.sampled), event.forgot
-            self.coordinator.assigned = self.strategy.assign(self.coordinator.state, self.sampled, event.round)
+            state, seed = self.coordinator.state, self.experiment.seed
+            self.coordinator.assigned = self.strategy.assign(state, self.sampled, event.round, seed)
             self.coordinator.advance(event.round, [self.train(name) for name in event.names])
             self.models.append(sha256({"model": self.x, **self.coordinator.buffers}))
 

@@ -29,7 +29,7 @@ from strategies.protocol.messages import (
     tensors_of,
     write_head,
 )
-from strategies.registry import create
+from strategies.registry import settled
 
 
 class Site:
@@ -41,7 +41,7 @@ class Site:
         self.settings, self.name = settings, name
         node = {"name": name, "memory": str(folder), "device": "cpu", **config}
         self.context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
-        strategy = create(settings)
+        strategy = settled(settings)[0]
         self.model = build(tasks.create(settings.task, settings.partition, settings.seed), settings.seed)
         self.state = strategy.broadcast(strategy.init(self.model.vector.clone()))
         self.buffers = {key: value.clone() for key, value in self.model.buffers.items()}

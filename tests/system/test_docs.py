@@ -21,7 +21,7 @@ from common.experiment import CompressionSettings, Experiment, LocalSettings, Pa
 from common.flower import ROOT
 from common.settings import Section
 from common.tasks import TASKS
-from strategies.registry import REGISTRY, Entry, create, hyperparameter_names
+from strategies.registry import REGISTRY, Entry, hyperparameter_names, settled
 from tests.server.rounds.test_resume import digits
 from tests.strategies import test_one_round
 from tests.support.faults import ran
@@ -105,7 +105,7 @@ def test_five_line_experiment_is_valid() -> None:
     text = re.search(r"(?:^    .*\n)+", README.split("## Thirty seconds\n", 1)[1], re.MULTILINE)
     assert text
     lines = [line.strip() for line in text[0].splitlines()]
-    assert create(Experiment.parse("\n".join(lines)))
+    assert settled(Experiment.parse("\n".join(lines)))[0]
     assert len(lines) == 5
 
 
@@ -167,7 +167,7 @@ def test_every_file_is_in_the_house() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: path.name)
 def test_ready_experiments_are_valid(path: object) -> None:
     """Every file in experiments/."""
-    assert create(Experiment.load(str(path)))
+    assert settled(Experiment.load(str(path)))[0]
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -240,7 +240,7 @@ def test_contributing_leads_to_an_algorithm(tmp_path: Path, monkeypatch: pytest.
     weights = [ran(tmp_path / name, digits(name, 3)).history[-1]["sha256"] for name in ("yours", "fedcm")]
     assert weights[0] == weights[1]
     with pytest.raises(SettingsError, match=r"'yours' has no meaning with local.optimizer = 'adam'"):
-        create(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))
+        settled(Experiment.parse('strategy.name = "yours"\nlocal.optimizer = "adam"'))[0]
 
 
 def test_contributing_leads_to_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.flower import ROOT
 
-PACKAGES = ("client",)
+PACKAGES = ("client", "strategies")
 HEAD = "# Imported where used:"
 """Of a module whose imports inside functions all have one reason."""
 

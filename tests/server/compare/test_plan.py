@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import SettingsError
-from common.experiment import Experiment
 from server.compare.folder_names import point_slug, slug
 from server.compare.plan import Cell, Plan, final_cells, merged, rows, tune_cells
 from server.compare.start import outline
 from server.compare.vetting import compare_with_folder, expand
 from server.rounds.folder import RunFolder
-from strategies.registry import resolve, written_out
+from strategies.registry import settled, written_out
 
 BASE = {"rounds": 3, "partition": {"clients": 3}, "task": {"hidden": 4}}
 
@@ -328,16 +326,15 @@ def test_a_dry_run_counts_rounds_and_what_tuning_adds() -> None:
     ]
 
 
-@pytest.mark.parametrize(("written", "mu"), [(resolve, 0.01), (written_out, 0.01), (resolve, 0.02)])
-def test_a_cells_folder_of_before_is_gone_on_with(
-    written: Callable[[Experiment], Experiment], mu: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("whole", "mu"), [(False, 0.01), (True, 0.01), (False, 0.02)])
+def test_a_cells_folder_of_before_is_gone_on_with(whole: bool, mu: float, tmp_path: Path) -> None:
     """It may lack the hyperparameters that nobody set: they were the defaults. Another value is another run."""
     [cell] = expand(plan(base={"strategy": {"name": "hafedho"}}))
     folder = RunFolder(tmp_path / cell.folder)
     folder.checkpoints.mkdir(parents=True)
     folder.append({"round": 1})
-    folder.save_settings(written(cell.experiment))
+    strategy, experiment = settled(cell.experiment)
+    folder.save_settings(written_out(strategy, experiment) if whole else experiment)
     [wanted] = expand(plan(base={"strategy": {"name": "hafedho", "mu": mu}}))
     if mu == 0.01:
         compare_with_folder(tmp_path, [wanted])

@@ -20,10 +20,12 @@ from common.experiment import Experiment, StrategySettings
 from common.flower import ROOT
 from common.partition.file import FORMAT
 from server.engines.inprocess import InProcessGrid
+from server.rounds import loop
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
-from strategies.registry import REGISTRY, resolve, written_out
+from strategies import registry
+from strategies.registry import REGISTRY, settled, written_out
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
 
@@ -212,8 +214,8 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     for other in (toy("scaffold", rounds=8, seed=1), toy("fedavg", rounds=8), toy("scaffold", local={"lr": 0.3})):
         error = run_again(tmp_path, other)
         assert isinstance(error, SettingsError)
-        assert written_out(other).identity in str(error)
-        assert written_out(settings).identity in str(error)
+        assert written_out(*settled(other)).identity in str(error)
+        assert written_out(*settled(settings)).identity in str(error)
         assert "only rounds, [evaluate] and [checkpoint] may change" in str(error)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -230,12 +232,25 @@ def test_what_may_change(tmp_path: Path, straight: Ran) -> None:
     assert "rounds = 8" in (tmp_path / SETTINGS).read_text("utf-8")
 
 
+def test_a_run_of_fagc_from_before_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings held the run's seed once more, as strategy.refresh_seed, and its checkpoints their hash."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "identities", lambda experiment: registry.identities(experiment)[1:])
+        ran(tmp_path, toy("fagc", rounds=2), grid(tmp_path))
+    whole = toy("fagc", rounds=4)
+    former = StrategySettings(name="fagc", **whole.strategy.options, refresh_seed=whole.seed)
+    kept = whole.model_copy(update={"rounds": 3, "strategy": former})
+    assert len(ran(tmp_path, kept, grid(tmp_path), resume=True).history) == 3
+    result = ran(tmp_path, whole, grid(tmp_path), resume=True)
+    assert result.final == ran(tmp_path / "straight", whole).final
+
+
 def test_a_folder_holds_the_hyperparameters_that_nobody_set(tmp_path: Path) -> None:
     """What a run folder keeps goes on with the run as the file does that it was started with."""
     given = toy("hafedho", rounds=2)
     ran(tmp_path, given, grid(tmp_path))
     kept = Experiment.load(tmp_path / SETTINGS)
-    assert kept == written_out(given)
+    assert kept == written_out(*settled(given))
     assert kept.strategy.options["mu"] == 0.01
     assert len(ran(tmp_path, kept.model_copy(update={"rounds": 3}), grid(tmp_path), resume=True).history) == 3
     whole = ran(tmp_path, toy("hafedho", rounds=4), grid(tmp_path), resume=True)
@@ -248,7 +263,7 @@ def test_a_folder_holds_the_hyperparameters_that_nobody_set(tmp_path: Path) -> N
 def test_a_folder_of_before_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows only what the file said: its hash and its settings are without the hyperparameters that nobody set."""
     with monkeypatch.context() as earlier:
-        earlier.setattr("server.rounds.loop.written_out", resolve)
+        earlier.setattr("server.rounds.loop.written_out", lambda strategy, experiment: experiment)
         ran(tmp_path, toy("hafedho", rounds=2), grid(tmp_path))
     kept = Experiment.load(tmp_path / SETTINGS)
     assert "mu" not in kept.strategy.options

@@ -155,7 +155,7 @@ def test_a_message_of_a_void_try_comes_again_after_the_retry() -> None:
     which was accepted, must stay. (One reply of the first try is lost, so it is void.)"""
     tries = [sample(5, 3, attempt, "0123", 3) for attempt in (0, 1)]
     assert tries == [["0", "1", "2"], ["0", "2", "3"]]
-    assert [sorted(FAGC(refresh_seed=5).assign({}, names, 3)) for names in tries] == [["0", "2"], ["0", "3"]]
+    assert [sorted(FAGC().assign({}, names, 3, 5)) for names in tries] == [["0", "2"], ["0", "3"]]
     void = Fault("reply dropped", 3, 0)
     again = Fault("message doubled late", 3, 2)
     tables = {"seed": 5, "round": {"sample": 3, "quorum": 3}}

@@ -1,0 +1,143 @@
+"""Whether a reply is taken: what it says is held against what was asked, and what it sends against the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import Message
+
+from common import vector
+from common.compression.feedback import Kind
+from common.vector import State
+from strategies.protocol.coordinator import Coordinator, spoilt
+from strategies.protocol.members import Member
+from strategies.protocol.messages import Refused, Reply, read_reply, upload_seed
+from strategies.protocol.work import Upload
+
+
+@dataclass
+class Verdict:
+    """What came of the replies to one exchange.
+
+    `uploads` are valid; `refused` is why the others are not, by name; `lost` names clients that lost memory which
+    server state is bound to; `bytes` is what all replies hold.
+    """
+
+    uploads: list[Upload] = field(default_factory=list)
+    refused: dict[str, Refused] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+def judge(
+    coordinator: Coordinator, round: int, replies: Mapping[str, Message | None], phase: str = "", missing: str = ""
+) -> Verdict:
+    """Read and check the replies to a round's messages, by name; `missing` is the cause where there is None."""
+    verdict = Verdict()
+    for name, message in replies.items():
+        try:
+            if message is None:
+                raise Refused(missing)
+            reply = read_reply(message)
+            verdict.bytes += reply.bytes
+            verdict.uploads.append(accepted_upload(coordinator, round, name, reply, phase))
+        except Refused as error:
+            verdict.refused[name] = error
+            if error.cause == "memory-lost" and coordinator.lost_memory(name):
+                verdict.lost.append(name)
+    return verdict
+
+
+def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Reply, phase: str = "") -> Upload:
+    """The upload in a reply from client `name`, or Refused with the reason: nothing unchecked meets the model."""
+    head, strategy = reply.head, coordinator.strategy
+    asked = (coordinator.run, name, coordinator.generation, round, coordinator.layout)
+    told = (head.run, head.client, head.generation, head.round, head.layout)
+    if told != asked:
+        raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
+    if head.status != "ok":
+        raise Refused(head.status, head.reason)
+    if not 0 < head.examples <= coordinator.known[name]:
+        raise Refused("examples", f"{head.examples} not in 1..{coordinator.known[name]}, the roll's number")
+    least, most = 0 if phase else 1, coordinator.bounds.get(name, head.steps)
+    if not least <= head.steps <= most:
+        raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
+    if head.lr != coordinator.lr(round):
+        raise Refused("mismatch", f"local rate {head.lr}, expected {coordinator.lr(round)}")
+    payload = strategy.survey if phase else strategy.expects(coordinator.assigned.get(name, {}))
+    upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=coordinator.slots)
+    upload.settings = coordinator.experiment.local
+    upload.vectors, upload.copies = _decoded(coordinator, round, name, reply.state, payload)
+    if not phase:
+        _same_groups("buffers", reply.buffers, coordinator.buffers.keys())
+        for group, own in coordinator.buffers.items():
+            _same_layout(group, reply.buffers[group], own)
+        upload.buffers = reply.buffers
+    _check_values(coordinator, upload, payload)
+    try:
+        strategy.check_upload(upload)
+    except ValueError as error:
+        raise Refused("meaningless", str(error)) from None
+    return upload
+
+
+def check_evaluation(coordinator: Coordinator, member: Member, reply: Reply) -> None:
+    """Raise Refused unless a reply holds that client's metrics of the present model."""
+    head = reply.head
+    asked = (coordinator.run, member.name, coordinator.round, coordinator.layout)
+    told = (head.run, head.client, head.round, head.layout)
+    if told != asked:
+        raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
+    if head.status != "ok":
+        raise Refused(head.status, head.reason)
+    if not 0 < head.examples <= member.evaluation:
+        raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
+
+
+def _decoded(
+    coordinator: Coordinator, round: int, name: str, sent: State, payload: Mapping[str, Kind]
+) -> tuple[State, State]:
+    """What a client means by what it sent: vectors by group, and the new copies of this client."""
+    model, prefix, seed = coordinator.state["model"], f"{name}/", coordinator.experiment.seed
+    held = {key.removeprefix(prefix): v for key, v in coordinator.copies.items() if key.startswith(prefix)}
+    try:
+        vectors, copies = coordinator.codec.decode(
+            sent, payload, model, held, lambda group: upload_seed(seed, name, round, group)
+        )
+    except ValueError as error:
+        raise Refused("layout", str(error)) from None
+    _same_groups("upload", vectors, payload.keys())
+    for group, kind in payload.items():
+        like = torch.empty((), dtype=torch.float64) if kind == "scalar" else model
+        _same_layout(group, vectors[group], like)
+    return vectors, {f"{name}/{key}": value for key, value in copies.items()}
+
+
+def _check_values(coordinator: Coordinator, upload: Upload, payload: Mapping[str, Kind]) -> None:
+    """Finite numbers alone, and no vector longer than `round.max_upload_norm`; notes the norms."""
+    bound = coordinator.experiment.round.max_upload_norm
+    for group, value in upload.vectors.items():
+        size = vector.norm(value)
+        if not math.isfinite(size):
+            raise Refused("not finite", f"{group} holds NaN or Inf")
+        upload.metrics[f"norm.{group}"] = size
+        if bound is not None and payload[group] != "scalar" and size > bound:
+            raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
+    for group, value in upload.buffers.items():
+        if spoilt(value, coordinator.buffers[group]):
+            raise Refused("not finite", f"{group} holds NaN or Inf")
+    if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
+        raise Refused("not finite", f"training loss {loss}")
+
+
+def _same_groups(what: str, got: Mapping[str, object], expected: Iterable[str]) -> None:
+    if set(got) != set(expected):
+        raise Refused("layout", f"{what} {sorted(got)}, expected {sorted(expected)}")
+
+
+def _same_layout(group: str, got: torch.Tensor, like: torch.Tensor) -> None:
+    if got.shape != like.shape or got.dtype != like.dtype:
+        raise Refused("layout", f"{group} is {got.dtype} {tuple(got.shape)}, expected {like.dtype} {tuple(like.shape)}")
