@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+import torch
+
 from common.partition import split_cache as plans
 from server.compare import fairness
 from server.compare.comparison import Comparison
@@ -103,8 +105,6 @@ def _score(group: Sequence[Standing]) -> str:
 def worker_count(cells: Sequence[Cell], device: str) -> int:
     """As many workers as the cores have room for, or one for each accelerator."""
     if device in ("cuda", "auto"):
-        import torch
-
         if torch.cuda.device_count():
             return torch.cuda.device_count()
     elif device != "cpu":
@@ -115,9 +115,6 @@ def worker_count(cells: Sequence[Cell], device: str) -> int:
 
 def devices(device: str, workers: int) -> list[str]:
     """The device of each worker: "cuda" and "auto" are spread over all accelerators."""
-    if device in ("cuda", "auto"):
-        import torch
-
-        if count := torch.cuda.device_count():
-            return [f"cuda:{number % count}" for number in range(workers)]
+    if device in ("cuda", "auto") and (count := torch.cuda.device_count()):
+        return [f"cuda:{number % count}" for number in range(workers)]
     return [device] * workers

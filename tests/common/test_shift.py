@@ -18,7 +18,7 @@ from common.partition import shift
 from common.partition.assignment import Assignment
 from common.partition.make import make_assignment
 from common.partition.shift import shifted
-from server.engines.workers import WorkerGrid
+from server.engines.worker_grid import WorkerGrid
 from tests.support.faults import ran
 
 

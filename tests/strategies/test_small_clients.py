@@ -18,7 +18,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from server.deploy.clients import start_clients
 from server.deploy.superlink import SuperLink
-from server.engines.workers import WorkerGrid
+from server.engines.worker_grid import WorkerGrid
 from strategies.registry import REGISTRY
 from tests.strategies.test_table import over_grpc, under_vce
 from tests.support.faults import FaultyGrid, Ran, ran, run

@@ -28,10 +28,10 @@ from common.files import locked
 from common.flower import ROOT
 from server.__main__ import cli
 from server.compare import fairness
-from server.compare.cell import Job, reply
+from server.compare.cell import Job, Outcome, outcome
 from server.compare.comparison import Comparison
 from server.compare.plan import Plan, final_cells, rows
-from server.compare.pools import ProcessPool, Reply
+from server.compare.pools import ProcessPool
 from server.compare.progress import CellHistory, Progress, duration, remaining_s
 from server.compare.standings import Result
 from server.compare.start import Means, devices, run, summary
@@ -59,11 +59,11 @@ class Inline:
         self.ran: list[str] = []
         self._before = before
 
-    def submit(self, job: Job) -> Future[Reply]:
+    def submit(self, job: Job) -> Future[Outcome]:
         self.ran.append(os.path.relpath(job.folder, Path("folder").resolve()))
-        future: Future[Reply] = Future()
+        future: Future[Outcome] = Future()
         self._before(job)
-        future.set_result(reply(job))
+        future.set_result(outcome(job))
         return future
 
     def close(self) -> None:
@@ -551,7 +551,7 @@ def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: in
 
 def test_a_worker_that_cannot_start_fails_cells_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """No cell waits for ever."""
-    monkeypatch.setattr("server.compare.pools.sys.executable", "/bin/false")
+    monkeypatch.setattr("server.engines.workers.sys.executable", "/bin/false")
     pool = ProcessPool(["cpu"], Path("workers.log"))
     try:
         told = [pool.submit(Job("f", "", {}, CLIENT_APP, "cpu")).result(timeout=20) for _ in range(2)]
