@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,23 +122,6 @@ class LocalOptimizer:
                         for side, matrix in enumerate(value):
                             if isinstance(matrix, Tensor):
                                 yield f"{part}.{index}.{key}.{side}", matrix
-
-
-@lru_cache(maxsize=4096)
-def unit_response(settings: LocalSettings, proximal_mu: float, lr: float, steps: int) -> float:
-    """||a||_1: the displacement, in units of lr, after `steps` steps on the gradient 1.
-
-    Runs the optimizer's own recursion on one float64 number, so momentum, proximal term and decayed rates compound
-    as they do in training. Weight decay is part of the gradient, not of the response.
-    """
-    vector = torch.zeros(1, dtype=torch.float64)
-    gradient = torch.zeros_like(vector)
-    optimizer = LocalOptimizer(settings.model_copy(update={"weight_decay": 0.0}), vector, gradient, lr)
-    for _ in range(steps):
-        gradient.fill_(1.0).add_(vector, alpha=proximal_mu)
-        optimizer.step()
-        optimizer.decay(settings.step_decay)
-    return -float(vector) / lr
 
 
 class UncorrectedAdam(torch.optim.Optimizer):
