@@ -114,7 +114,7 @@ def stability(folder: Path) -> None:
     """The distance travelled where coordinate 0 is nearly flat."""
     curvatures = problem()["curvatures"]
     curvatures[:, 0] = 0.01
-    given: dict[str, Any] = {"arrays": {"curvatures": curvatures}, "upload": "displacement", "rounds": 60}
+    given: dict[str, Any] = {"arrays": {"curvatures": curvatures}, "rounds": 60}
     rows = []
     for beta in (0.5, 0.9, 1.1, 1.4):
         row: list[object] = [f"{beta}"]

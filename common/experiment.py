@@ -266,6 +266,10 @@ class TrackingSettings(Section):
     model: bool = Field(False, description="mlflow, wandb: store the final model.safetensors there, too")
 
 
+UNSEEN = ("checkpoint", "tracking")
+"""Sections that touch neither weights nor history: how a run is kept and shown."""
+
+
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
@@ -324,7 +328,7 @@ class Experiment(Section):
         `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
         with the cosine schedule `rounds` decides the rate, so there it counts.
         """
-        free = {"evaluate", "checkpoint", "tracking"} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
         if self.local.arithmetic == "native":
             del kept["local"]["arithmetic"]  # a run from before there was a choice goes on

@@ -11,6 +11,7 @@ What cannot work raises SettingsError before round 1, a run that fails RunError:
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import sys
@@ -36,8 +37,10 @@ from common.seeds import derive, torch_seeded  # noqa: E402
 from common.settings import checked, tables_of, text_of  # noqa: E402
 from server.compare.plan import Plan, merged  # noqa: E402
 from server.report import frames  # noqa: E402
-from server.rounds.folder import MODEL, SETTINGS, RunFolder  # noqa: E402
+from server.rounds.folder import CELL, MODEL, SETTINGS, RunFolder  # noqa: E402
 from server.rounds.records import headline  # noqa: E402
+
+# Imported where used: torch, Flower and pandas take seconds, and who looks at a history needs few of them.
 
 Tables = Mapping[str, Any]
 
@@ -184,12 +187,9 @@ def results(folder: str | Path) -> Any:
     Columns: `variant`, the grid's dotted keys, `tuned.<key>` of what was tuned, `seed`, `round`, then those of a
     history. Raises SettingsError if the folder holds no plan.
     """
-    import json
-
     import pandas as pd
 
     from server.compare.standings import CELLS
-    from server.rounds.folder import CELL
 
     root = Path(folder)
     try:

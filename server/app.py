@@ -14,7 +14,7 @@ from common import arithmetic, flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
-from server.rounds.folder import RunFolder, choose
+from server.rounds.folder import RunFolder, choose_folder
 from server.rounds.loop import Rounds
 from server.rounds.prepare import assemble
 from server.rounds.records import Record
@@ -44,7 +44,7 @@ def main(grid: Grid, context: Context) -> None:
     guard_replies()
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
-    folder = RunFolder(given or choose("runs", experiment.name, resume))
+    folder = RunFolder(given or choose_folder("runs", experiment.name, resume))
     say(" ".join(f"{column:>10}" for column in COLUMNS))
     strict = bool(config.get("strict", False))
     # Flower's own handler would leave the round in hand unfinished.

@@ -77,7 +77,7 @@ def require_sgd(algorithm: str, experiment: Experiment, why: str) -> None:
     if experiment.local.adaptive:
         raise SettingsError(
             f"strategy.name = {algorithm!r} has no meaning with local.optimizer = "
-            f"{experiment.local.optimizer!r}: {why}; allowed: 'sgd' (with momentum, nesterov, proximal_mu, step_decay)"
+            f"{experiment.local.optimizer!r}: {why}; allowed: 'sgd'"
         )
 
 

@@ -32,8 +32,8 @@ class RefreshedTrackers(FederatedStrategy):
 
     The local optimizer is any of `[local]`; its state stays on the client and starts anew each round, or is kept
     (`moments`): no source says which. The paper's formulas have no bias correction, so `bias_correction` is off for
-    the default, Adam with rate 1e-3 and betas (0.9, 0.99). LocalAdam, to compare with, is FedAvg with the same
-    settings and uniform weights.
+    the default, Adam with rate 1e-3 and betas (0.9, 0.99), and for AdamW and AMSGrad, whose rate is the same.
+    LocalAdam, to compare with, is FedAvg with the same settings and uniform weights.
     """
 
     weights: Literal["uniform", "data"] = "uniform"

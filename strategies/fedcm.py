@@ -62,6 +62,11 @@ class FedCM(FederatedStrategy):
     def check(self, experiment: Experiment) -> None:
         """m is recovered from displacements in units of lr: local momentum would make it 1/(1 - rho) times longer."""
         require_sgd("fedcm", experiment, "its momentum is the displacement in units of lr times gradient")
+        if (decay := experiment.local.step_decay) != 1.0:
+            raise SettingsError(
+                f"local.step_decay = {decay} has no meaning with strategy.name = 'fedcm': m is the displacement of "
+                "K equal steps in units of lr; allowed: 1.0"
+            )
         if experiment.local.momentum:
             raise SettingsError(
                 f"local.momentum = {experiment.local.momentum} beside strategy.name = 'fedcm', which is momentum: the "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import Experiment, LocalSettings
 from common.vector import State, weighted_sum
 from strategies import server_optimizers
 from strategies.base import (
@@ -24,14 +26,19 @@ from strategies.base import (
     tracker_change,
 )
 
+MOST_STEPS = 2**20
+"""a_i takes a recursion as long as the round: no reply may keep the server at it for hours."""
+
 
 @hyperparameters
 class FedNova(FederatedStrategy):
     """d_i = (x - x_i)/(eta a_i), tau_eff = sum p_i a_i, x <- x - eta tau_eff sum p_i d_i (p_i normalized over S).
 
     In terms of Delta_i = x_i - x the rate cancels: D = tau_eff sum p_i Delta_i / a_i.
-    a_i = ||a_i||_1 is the response of the local optimizer to unit gradients. It is found by running the optimizer's
-    own recursion on a scalar, so that momentum, proximal term, decayed rates and all of them together are right:
+    a_i = ||a_i||_1 is the response of the local optimizer to unit gradients (`unit_response`). The server computes it
+    from the steps of a reply, the round's rate and `[local]`: as a number that clients sent it would be a factor of
+    their choice on everybody's change. It is found by running the optimizer's own recursion on a scalar, so that
+    momentum, proximal term, decayed rates and all of them together are right:
     SGD tau; momentum rho (tau - rho (1 - rho^tau)/(1 - rho))/(1 - rho); proximal with alpha = eta mu
     (1 - (1 - alpha)^tau)/alpha; decay gamma (1 - gamma^tau)/(1 - gamma). The official code counts momentum and
     proximal term twice when both are on, and then uses sum p_i tau_i as tau_eff.
@@ -58,7 +65,6 @@ class FedNova(FederatedStrategy):
     weights: Literal["uniform", "data"] = "data"
     vr: Literal["none", "compensated", "literal"] = "none"
 
-    payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "response": "scalar"}
     trackers: ClassVar[tuple[str, ...]] = ("direction",)
 
     def init(self, model: Tensor) -> State:
@@ -74,35 +80,34 @@ class FedNova(FederatedStrategy):
         if self.vr == "none":
             return self.payload
         if self.vr == "compensated":
-            return {"direction": "increment", "response": "scalar"}
-        return {"direction": "vector", "change": "increment", "response": "scalar"}
+            return {"direction": "increment"}
+        return {"direction": "vector", "change": "increment"}
 
     def memory_kind(self, experiment: Experiment) -> MemoryKind:
         """D_i belongs to Dbar."""
         return super().memory_kind(experiment) if self.vr == "none" else "bound"
 
     def local(self, work: Work) -> Upload:
-        """tau_i local steps; sends a_i with Delta_i or d_i, and with vr keeps D_i^+."""
+        """tau_i local steps; sends Delta_i or d_i, and with vr keeps D_i^+."""
         if self.vr == "none":
             for _ in work.steps():
                 pass
-            return work.upload(delta=work.delta(), response=_scalar(work.unit_response()))
+            return work.upload(delta=work.delta())
         own, mean = work.memory.get("direction"), work.received["direction"]
         correction = mean if own is None else mean - own
         for gradient in work.steps():
             gradient += correction
-        response = work.unit_response()
-        direction = work.delta().div_(-work.lr * response)
+        direction = work.delta().div_(-work.lr * unit_response(work.settings, work.lr, work.steps_taken))
         if self.vr == "compensated":
             work.keep(direction=direction - correction)
-            return work.upload(direction=direction, response=_scalar(response))
+            return work.upload(direction=direction)
         work.keep(direction=direction)
         change = direction if own is None else direction - own
-        return work.upload(direction=direction, change=change, response=_scalar(response))
+        return work.upload(direction=direction, change=change)
 
     def aggregate(self, state: State, uploads: Sequence[Upload]) -> State:
         """A server step along D = tau_eff sum p_i Delta_i / a_i; then Dbar."""
-        responses = [float(u.vectors["response"]) for u in uploads]
+        responses = [unit_response(u.settings, u.lr, u.steps) for u in uploads]
         effective = sum(u.weight * a for u, a in zip(uploads, responses, strict=True))
         if self.vr == "none":
             scales = [u.weight * effective / a for u, a in zip(uploads, responses, strict=True)]
@@ -117,10 +122,13 @@ class FedNova(FederatedStrategy):
             mean = torch.add(tracker_change(uploads, "direction"), mean, alpha=1 - sampled)
         return state | server_optimizers.step(self.server, state, change) | {"direction": mean}
 
-    def check_upload(self, vectors: State) -> None:
-        """a_i divides."""
-        if not float(vectors["response"]) > 0:
-            raise ValueError(f"response a_i = {float(vectors['response'])} is not positive")
+    def check_upload(self, upload: Upload) -> None:
+        """a_i can be computed and divides."""
+        if upload.steps > MOST_STEPS:
+            raise ValueError(f"{upload.steps} local steps, and a_i is computed for {MOST_STEPS} at most")
+        response = unit_response(upload.settings, upload.lr, upload.steps)
+        if not 0 < response < math.inf:
+            raise ValueError(f"a_i = {response} of {upload.steps} local steps is not positive")
 
     def check(self, experiment: Experiment) -> None:
         """Only optimizers that are linear in the gradients and start anew have an a_i."""
@@ -132,5 +140,18 @@ class FedNova(FederatedStrategy):
             )
 
 
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+@lru_cache(maxsize=4096)
+def unit_response(settings: LocalSettings, lr: float, steps: int) -> float:
+    """a_i = ||a||_1: how far `steps` steps on gradients of 1 move, in units of the round's rate `lr`.
+
+    torch's own recursion on one float64 number, so that what compounds in training compounds here. Weight decay is
+    part of the gradient, not of the response.
+    """
+    number = torch.zeros(1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([number], lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, foreach=False)
+    group = optimizer.param_groups[0]
+    for _ in range(steps):
+        number.grad = torch.ones_like(number).add_(number, alpha=settings.proximal_mu)
+        optimizer.step()
+        group["lr"] *= settings.step_decay
+    return -float(number) / lr

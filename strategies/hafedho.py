@@ -28,9 +28,11 @@ class HaFedHo(FederatedStrategy):
     mu_schedule: "constant", or "inverse" for mu/t, which the paper's theory allows.
     rectification: "objective" adds grad(mu h^T w) = mu h to the loss gradient before clipping, as autograd does;
       "gradient" adds it after clipping. Without clipping they are one and the same (the paper reports a difference).
-    upload: "phi" g_i = sum grad phi_i (Algorithm 1); "displacement" (w^t - w_i)/eta, which differs from phi only by
-      weight decay, momentum, clipping, a proximal term or decayed rates; "raw" sum grad f_i, which removes the
-      recursion and follows FedAvg.
+    upload: "phi" g_i = sum grad phi_i (Algorithm 1), each as clipping left it, so that the server steps along what the
+      clients did; "displacement" (w^t - w_i)/eta, which differs from phi only by weight decay, momentum, a proximal
+      term or decayed rates: these move a client and no grad phi_i holds them, so that with phi the server leaves them
+      out (`caution`); "raw" sum grad f_i before clipping, which removes the recursion and follows FedAvg.
+      With phi under "objective" clipping bounds grad phi_i, and a proximal term comes after it.
     downlink: "gradient": a client whose upload of round t-1 was accepted still holds w^{t-1} and is sent g^{t-1} alone,
       from which it makes w^t to the bit (one vector down instead of two, one more in its memory); "model": always both.
     own_share: q_i = "data" p_i = n_i/n (Algorithm 1); "cohort" the weight that g_i really had in g^{t-1}; "none" 0.
@@ -80,10 +82,12 @@ class HaFedHo(FederatedStrategy):
             correction.sub_(work.memory["gradient"], alpha=mu * own)
             loss -= own * float(work.memory["loss"])
         total = torch.zeros_like(correction)
-        for gradient in work.steps(clip="after" if self.rectification == "objective" else "before"):
+        for gradient in work.steps(clip=self._clip):
             if self.upload == "raw":
                 total += gradient
             gradient += correction
+            if self._clip == "none":
+                work.clip()
             if self.upload == "phi":
                 total += gradient
         if self.upload == "displacement":
@@ -94,6 +98,13 @@ class HaFedHo(FederatedStrategy):
         # The constant mu fhat never reaches a gradient; this mean of phi_i, but for its linear part, is for the record.
         sent.metrics["objective"] = work.mean_loss + mu * loss
         return sent
+
+    @property
+    def _clip(self) -> Literal["after", "before", "none"]:
+        """When the work clips by itself: after grad phi_i has been summed up would be too late."""
+        if self.rectification == "gradient":
+            return "before"
+        return "none" if self.upload == "phi" else "after"
 
     def _own_share(self, work: Work) -> float:
         if self.own_share == "none" or not work.accepted_last_round or "gradient" not in work.memory:
@@ -117,10 +128,35 @@ class HaFedHo(FederatedStrategy):
         require_sgd("hafedho", experiment, "the server rebuilds the model from gradients in units of lr")
 
     def caution(self, experiment: Experiment, steps: int) -> str | None:
-        """beta = mu lambda >= 1 diverges along flat directions."""
+        """beta = mu lambda >= 1 along flat directions, and what moves clients and is no part of what they send."""
+        found = [each for each in (self._unstable(experiment, steps), self._left_out(experiment)) if each]
+        return f"hafedho: {'; '.join(found)}" if found else None
+
+    def _unstable(self, experiment: Experiment, steps: int) -> str | None:
         if self.mu * steps < 1 or self.mu_schedule == "inverse" or self.upload == "raw":
             return None
+        text = f"strategy.mu x local steps = {self.mu} x {steps} = {self.mu * steps:g} >= 1 is undamped momentum that "
+        if experiment.local.clip_norm is not None and self.rectification == "objective":
+            text += "goes on along flat directions, at the speed that clipping allows"
+        else:
+            text += "diverges along flat directions"
+        return f"{text}; mu < {1 / steps:.3g} is stable"
+
+    def _left_out(self, experiment: Experiment) -> str | None:
+        if self.upload == "displacement":
+            return None
+        local = experiment.local
+        moves = {
+            "weight_decay": local.weight_decay,
+            "momentum": local.momentum,
+            "proximal_mu": local.proximal_mu,
+            "step_decay": local.step_decay if local.step_decay != 1 else 0.0,
+            "clip_norm": local.clip_norm if self.upload == "raw" else None,
+        }
+        named = [f"local.{key} = {value:g}" for key, value in moves.items() if value]
+        if not named:
+            return None
         return (
-            f"hafedho: strategy.mu x local steps = {self.mu} x {steps} = {self.mu * steps:g} >= 1 is undamped momentum "
-            f"that diverges along flat directions unless gradients are clipped; mu < {1 / steps:.3g} is stable"
+            f"strategy.upload = {self.upload!r} sends sums of gradients, and what else moves a client never reaches "
+            f"the server's model: {', '.join(named)}; upload = 'displacement' sends all of it"
         )

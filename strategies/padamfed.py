@@ -20,7 +20,7 @@ EPS = 1e-12
 
 @hyperparameters
 class PAdaMFed(FederatedStrategy):
-    """Local step y <- y - eta q/||q||, one norm over the whole model, with
+    """Local step y <- y - eta q/||q||, one norm over all that is shared, with
 
         q = beta (g_i(y) - c_i + c) + (1 - beta) g,                  or with vr, both gradients on one batch,
         q = g_i(y) - (1 - beta) g_i(x_prev) - beta (c_i - c) + (1 - beta) g;
@@ -43,11 +43,12 @@ class PAdaMFed(FederatedStrategy):
       beta = sqrt(SK/T), gamma = (SK)^(1/4)/T^(3/4), eta = 1/(K sqrt(T)) (the order is the paper's, the constant ours);
       with vr beta = gamma = (SK)^(1/3)/T^(2/3), eta = 1/(KT). beta is at most 1.
 
-    Every step has length eta whatever the gradient (none where q is zero): clients never stop, so eta has to fall over
-    the rounds, or with T. c and g are used only in the mix beta c + (1 - beta) g: x and the mix go down, Delta_i and
-    dc_i up. That is 40 vectors in a round of 10 clients (vr 50, x_prev down; storm 60, one more up) where Chen et al.
-    (arXiv 2502.02727) count 60. With unequal K, eta_g mean_S Delta_i weights a client by its steps; public code divides
-    by K_i.
+    Every step has length eta whatever the gradient (none where q is zero; under local.step_decay = r the k-th has
+    eta r^k): clients never stop, so eta has to fall over the rounds, or with T. Personal parts of a model are outside
+    the norm and take plain steps of eta times their gradient. c and g are used only in the mix beta c + (1 - beta) g:
+    x and the mix go down, Delta_i and dc_i up. That is 40 vectors in a round of 10 clients (vr 50, x_prev down; storm
+    60, one more up) where Chen et al. (arXiv 2502.02727) count 60. With unequal K, eta_g mean_S Delta_i weights a
+    client by its steps; public code divides by K_i.
     """
 
     weights: Literal["uniform", "data"] = "uniform"
@@ -141,6 +142,11 @@ class PAdaMFed(FederatedStrategy):
                 raise SettingsError(
                     f"local.{key} = {value} has no meaning with {named}: every step has the length lr; leave it out"
                 )
+        if self.rates == "free" and local.step_decay != 1.0:
+            raise SettingsError(
+                f"local.step_decay = {local.step_decay} has no meaning with strategy.rates = 'free', whose eta is the "
+                "length of each of K equal steps; allowed: 1.0"
+            )
         if self.vr and local.sam_rho:
             raise SettingsError(
                 f"local.sam_rho = {local.sam_rho} has no meaning with strategy.vr = true: the gradient at the previous "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -22,7 +22,8 @@ class PFedAFM(FederatedStrategy):
     A round at a client: (a) G frozen, E epochs on F_i, H_i and alpha_i; (b) F_i and H_i frozen, E epochs on G with
     alpha = 0, that is on H_i(G(x)). Each phase takes the epochs or steps of `[local]`.
 
-    alpha_lr: the rate of alpha_i (default 0.1, as the official code), the same whatever local.lr's schedule says;
+    alpha_lr: the rate of alpha_i (default 0.1, as the official code), the same in each round whatever local.lr's
+      schedule says; within a phase local.step_decay lowers it as it lowers local.lr, and starts anew with (b).
       alpha_i is clamped to [0, 1] after each step. Weight decay acts on it at local.lr.
 
     The paper's setting: local lr 0.01, momentum 0.9, weight_decay 1e-3, clip_norm 50, 10 epochs. In (a) the gradient
@@ -38,6 +39,8 @@ class PFedAFM(FederatedStrategy):
 
     weights: Literal["uniform", "data"] = "data"
     alpha_lr: float = Field(0.1, gt=0)
+
+    passes: ClassVar[int] = 2
 
     def local(self, work: Work) -> Upload:
         """Phases (a) and (b); sends the change of G."""

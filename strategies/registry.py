@@ -39,7 +39,8 @@ class Entry:
     """A registered algorithm. A composition names an algorithm with an optimizer, personal parts or compression.
 
     `server`, `local`, `personal`, `compression` and `options` (of `[strategy]`) are defaults that a file may override,
-    but for the optimizer of a table named in `fixed`; where another optimizer is allowed, its table's defaults fall.
+    but for the optimizer of a table named in `fixed`; where another optimizer is allowed, its table's defaults fall,
+    unless it is Adam like the default (`ADAMS`).
     """
 
     cls: type[FederatedStrategy]
@@ -51,6 +52,9 @@ class Entry:
     options: Defaults = field(default_factory=dict)
     fixed: tuple[str, ...] = ("server", "local")
 
+
+ADAMS = {"adam", "adamw", "amsgrad"}
+"""Local optimizers that one rate and one form of bias correction serve."""
 
 # FA-GC's formula, and LocalAdam with the same, so that a comparison shows the correction alone.
 ADAM = {"optimizer": "adam", "lr": 1e-3, "bias_correction": False}
@@ -213,7 +217,7 @@ def _filled(name: str, table: str, entry: Entry, given: S) -> S:
                 f"{table}.optimizer = {chosen!r} contradicts strategy.name = {name!r}, which means {own!r}; "
                 "leave it out or choose 'fedavg'"
             )
-        defaults = {}
+        defaults = defaults if {own, chosen} <= ADAMS else {}
     values = dict(defaults) | given.model_dump(include=given.model_fields_set)
     return checked(type(given), values, f"[{table}]")
 

@@ -27,9 +27,9 @@ muon and soap leave what is no matrix to Adam with decoupled decay. Its rate `au
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,11 +70,12 @@ class LocalOptimizer:
             aux = lr if settings.aux_lr is None else settings.aux_lr * (lr / settings.lr)
             self._parts["rest"] = _adam(settings, rest, aux, decoupled=True)
 
+    @torch.no_grad()
     def step(self) -> None:
         """One step from the present gradient, in place."""
         with ExactRoots() if self._foreign_roots else nullcontext():
             for optimizer in self._parts.values():
-                optimizer.step()
+                inspect.unwrap(type(optimizer).step)(optimizer)  # torch's wrapper imports torch.compile: see `_bare`
 
     def decay(self, factor: float) -> None:
         """Multiply the rates of the steps to come."""
@@ -126,23 +127,6 @@ class LocalOptimizer:
                         for side, matrix in enumerate(value):
                             if isinstance(matrix, Tensor):
                                 yield f"{part}.{index}.{key}.{side}", matrix
-
-
-@lru_cache(maxsize=4096)
-def unit_response(settings: LocalSettings, proximal_mu: float, lr: float, steps: int) -> float:
-    """||a||_1: the displacement, in units of lr, after `steps` steps on the gradient 1.
-
-    Runs the optimizer's own recursion on one float64 number, so momentum, proximal term and decayed rates compound
-    as they do in training. Weight decay is part of the gradient, not of the response.
-    """
-    vector = torch.zeros(1, dtype=torch.float64)
-    gradient = torch.zeros_like(vector)
-    optimizer = LocalOptimizer(settings.model_copy(update={"weight_decay": 0.0}), vector, gradient, lr)
-    for _ in range(steps):
-        gradient.fill_(1.0).add_(vector, alpha=proximal_mu)
-        optimizer.step()
-        optimizer.decay(settings.step_decay)
-    return -float(vector) / lr
 
 
 class UncorrectedAdam(torch.optim.Optimizer):
@@ -200,6 +184,20 @@ def _between(slots: Sequence[Slot], size: int) -> list[tuple[int, int]]:
     """The runs of a vector that no slot covers."""
     starts, stops = [0, *(slot.stop for slot in slots)], [*(slot.start for slot in slots), size]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _bare(kind: type[torch.optim.Optimizer]) -> None:
+    """Let torch's optimizers keep off torch.compile without importing it: 3 CPU seconds of every process that trains.
+
+    `torch._disable_dynamo`, which decorates these methods, looks for the attribute first. A torch that does not know it
+    imports its compiler as before."""
+    for method in (kind.add_param_group, kind.zero_grad, kind.state_dict, kind.load_state_dict):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            setattr(plain, "__dynamo_disable", plain)
+
+
+_bare(torch.optim.Optimizer)
 
 
 def _whole(settings: LocalSettings, leaves: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:

@@ -19,7 +19,6 @@ from client.training.batches import (
     normalization_frozen,
 )
 from client.training.forward import Forward
-from client.training.optimizers import unit_response
 from client.training.stepper import Stepper
 from common.data.examples import ClientData
 from common.experiment import Experiment, LocalSettings
@@ -73,6 +72,7 @@ class LocalWork:
         self.share = head.share
         self.num_examples = len(data.train)
         self.lr = head.lr
+        self.settings = settings
         self.round = head.round
         self.accepted_last_round = 0 < head.accepted == head.round - 1
         self.assigned = assigned or {}
@@ -82,7 +82,6 @@ class LocalWork:
         self._task = bench.task
         self._model = model
         self._data = data
-        self._settings = settings
         self._head_steps = bench.experiment.personal.head_steps
         self._merges = has_normalization(model.module)
         self._planned = local_steps(data, settings, head.epochs, head.steps, self._merges)
@@ -159,7 +158,7 @@ class LocalWork:
         after: Callable[[], None] | None = None,
     ) -> Iterator[Tensor]:
         """`budget` steps, or as many as the settings say, on one part of the model."""
-        model, settings, forward = self._model, self._settings, self._forward
+        model, settings, forward = self._model, self.settings, self._forward
         stepper = Stepper(settings, self._task, model, self.lr, part, yields, self.memory)
         shown = model.gradient if part == "all" else stepper.gradient
         self._clippable = stepper.gradient
@@ -201,7 +200,7 @@ class LocalWork:
         self._bound(self._clippable)
 
     def _bound(self, gradient: Tensor) -> None:
-        bound = self._settings.clip_norm
+        bound = self.settings.clip_norm
         if bound is not None:
             # Without a branch on the norm, so that a GPU need not wait for it.
             gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp_(max=1.0))
@@ -218,7 +217,7 @@ class LocalWork:
         gradient, data = self._model.gradient, self._data.train
         total = torch.zeros_like(gradient)
         self._model.module.eval()
-        for index in torch.split(torch.arange(len(data), device=gradient.device), self._settings.batch_size):
+        for index in torch.split(torch.arange(len(data), device=gradient.device), self.settings.batch_size):
             self._watch(self._watched)
             self._forward.backward(self._batch(index), scale=len(index) / len(data))
             total += gradient
@@ -228,10 +227,6 @@ class LocalWork:
     def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
         """See `strategies.base.Work.representation`."""
         return self._forward.representation(vector, buffers)
-
-    def unit_response(self) -> float:
-        """a_i of FedNova for the steps taken so far."""
-        return unit_response(self._settings, self.proximal_mu, self.lr, self.steps_taken)
 
     def keep(self, **state: Tensor) -> None:
         """The memory to save with this round."""
@@ -261,13 +256,13 @@ class LocalWork:
 
     def _batch(self, index: Tensor) -> Any:
         batch = self._data.train.batch(index)
-        return channels_last(batch) if self._settings.channels_last else batch
+        return channels_last(batch) if self.settings.channels_last else batch
 
     def _batches(self, count: int) -> Iterator[tuple[Any, bool]]:
         """So many batches, each with whether BatchNorm could not take it (one example)."""
         taken, merges = 0, self._merges
         while taken < count:
-            given = len(self._data.train), self._settings.batch_size, self._order, merges
+            given = len(self._data.train), self.settings.batch_size, self._order, merges
             for index in epoch_batches(*given, self._model.vector.device)[: count - taken]:
                 yield self._task.augment(self._batch(index)), merges and len(index) == 1
                 taken += 1

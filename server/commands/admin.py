@@ -20,6 +20,8 @@ from server.commands.options import (
     errors,
 )
 
+# Imported where used: cryptography and httpx take tenths of a second, and `--help` needs none of them.
+
 
 def certs(
     host: Annotated[list[str] | None, typer.Option(help="DNS name that clients type; may be given again.")] = None,

@@ -21,6 +21,7 @@ from common.deploy.checks import VERSIONS_S, Check, each, private, show, version
 from common.errors import RunError
 from common.flower import environment
 
+# Imported where used: torch and Flower take seconds, and what cannot be imported is a line of its check.
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 

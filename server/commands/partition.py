@@ -78,6 +78,7 @@ def _spread(values: NDArray[Any]) -> str:
 
 
 def _draw(assignment: Assignment, task: Classification, path: Path) -> None:
+    # matplotlib takes a second, a table needs none.
     from server.report.pictures import partition_picture
 
     content = io.BytesIO()

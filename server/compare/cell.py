@@ -1,25 +1,31 @@
-"""One cell of a comparison, and the worker process that runs cells one after another until its input closes."""
+"""One cell of a comparison, and the processes that run cells one after another."""
 
 from __future__ import annotations
 
 import gc
 import json
 import logging
-import os
 import shutil
-import sys
-import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from common import flower
 from common.deploy import logs
+from common.errors import RunError, SettingsError
+from common.experiment import Experiment
 from common.files import write_atomically
+from server.app import run
+from server.engines.grid import CLIENT_APP, grid
+from server.engines.workers import Answer
 from server.rounds.folder import CELL, RunFolder
+
+Outcome = dict[str, str]
+"""What became of a cell: its run's `status`, or the `error` that ended it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,6 @@ def serve(job: Job) -> str:
 
     Without a checkpoint what an earlier run left goes: it can only be run anew, to the same answer.
     """
-    from common.experiment import Experiment
-    from server.app import run
-    from server.engines.grid import grid
-
     folder = RunFolder(job.folder)
     resume = any(folder.checkpoints.glob("*.safetensors"))
     if not resume:
@@ -67,8 +69,6 @@ def tidy(folder: Path) -> None:
 
 def free() -> None:
     """Give back what the cell before filled, also the accelerator's memory."""
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -81,50 +81,24 @@ def quiet() -> None:
     logging.getLogger("client.app").setLevel(logging.ERROR)
 
 
-def main() -> None:
-    """Serve over the standard streams, a JSON line each way; whatever a run prints goes to standard error."""
+def runner(device: str) -> Answer:
+    """In a worker process: what runs cells on a device, from a job to its outcome, both as JSON."""
     quiet()
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    jobs: SimpleQueue[Job] = SimpleQueue()
-    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
-    while True:
-        replies.write(json.dumps(reply(jobs.get())) + "\n")
-        replies.flush()
-        free()
+    resolve_name(CLIENT_APP)  # Ready for the first cell: what takes long to load.
+    return lambda request: json.dumps(outcome(replace(Job(**json.loads(request)), device=device))).encode()
 
 
-def _read(jobs: SimpleQueue[Job]) -> None:
-    """Requests, until the input closes: then the parent has ended, however it did, and so does this process."""
-    for line in sys.stdin:
-        jobs.put(Job(**json.loads(line)))
-    os._exit(0)
-
-
-def reply(job: Job) -> dict[str, str]:
+def outcome(job: Job) -> Outcome:
     """Run a cell: its status, or the error that ended it."""
     try:
         return {"status": serve(job)}
     except (Exception, SystemExit) as error:
         return {"error": reason(error)}
+    finally:
+        free()
 
 
 def reason(error: BaseException) -> str:
     """An error as a line of cells.json: what users are meant to read as it stands, else with its type."""
-    from common.errors import RunError, SettingsError
-
     text = str(error)
     return text if isinstance(error, SettingsError | RunError) and text else f"{type(error).__name__}: {error}"
-
-
-def line(job: Job) -> str:
-    """A request."""
-    return json.dumps(asdict(job)) + "\n"
-
-
-if __name__ == "__main__":
-    # Ready for the first cell: what takes long to load.
-    resolve_name("server.app:run")
-    resolve_name("client.app:app")
-    gc.freeze()
-    main()

@@ -13,9 +13,9 @@ from typing import Any
 from common.errors import SettingsError
 from common.files import locked, write_atomically
 from server.compare import fairness
-from server.compare.cell import Job, reason, tidy
+from server.compare.cell import Job, Outcome, reason, tidy
 from server.compare.plan import Cell, Plan, Point, Row, final_cells, rows, tune_cells
-from server.compare.pools import Pool, Reply
+from server.compare.pools import Pool
 from server.compare.progress import Progress
 from server.compare.standings import PLAN, Result, Standing, Standings
 from server.compare.tuning import choose
@@ -43,7 +43,7 @@ class Comparison:
         self._progress = progress
         self._standings = Standings(plan.name, self._root)
         self._queue: deque[Standing] = deque()
-        self._running: dict[Future[Reply], Standing] = {}
+        self._running: dict[Future[Outcome], Standing] = {}
         self._open: list[Row] = []
         self._result = Result(self._root)
 
@@ -109,13 +109,13 @@ class Comparison:
         job = Job(folder, cell.experiment.toml(), self._about(cell), self._client, self._device)
         self._running[pool.submit(job)] = standing
 
-    def _ended(self, future: Future[Reply]) -> None:
+    def _ended(self, future: Future[Outcome]) -> None:
         standing = self._running.pop(future)
         try:
-            reply = future.result()
+            outcome = future.result()
         except Exception as error:  # a pool's own: a lost machine of a cluster, a killed process
-            reply = {"error": reason(error)}
-        standing.status, standing.error = reply.get("status", "failed"), reply.get("error", "")
+            outcome = {"error": reason(error)}
+        standing.status, standing.error = outcome.get("status", "failed"), outcome.get("error", "")
         standing.history.look()
         if standing.status == "finished" and self._tidied:
             tidy(self._root / standing.cell.folder)

@@ -30,7 +30,7 @@ class Standing:
         """Whether there is nothing left to do for it."""
         return self.status in ("finished", "failed")
 
-    def line(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         """As cells.json has it. `seconds`: of all its rounds together."""
         cell = self.cell
         return {
@@ -97,8 +97,8 @@ class Standings:
 
     def save(self, fairness: dict[str, Any]) -> None:
         """cells.json."""
-        lines = [standing.line() for standing in self._all.values()]
-        content = {"plan": self._plan, "cells": lines, "fairness": fairness}
+        entries = [standing.entry() for standing in self._all.values()]
+        content = {"plan": self._plan, "cells": entries, "fairness": fairness}
         write_atomically(self._root / CELLS, json.dumps(content, indent=1).encode(), durable=False)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+import torch
+
 from common.errors import SettingsError
 from common.partition import split_cache as plans
 from server.compare import fairness
@@ -113,8 +115,6 @@ def _score(group: Sequence[Standing]) -> str:
 def worker_count(cells: Sequence[Cell], device: str) -> int:
     """As many workers as the cores have room for, or one for each accelerator."""
     if device in ("cuda", "auto"):
-        import torch
-
         if torch.cuda.device_count():
             return torch.cuda.device_count()
     elif device != "cpu":
@@ -125,9 +125,6 @@ def worker_count(cells: Sequence[Cell], device: str) -> int:
 
 def devices(device: str, workers: int) -> list[str]:
     """The device of each worker: "cuda" and "auto" are spread over all accelerators."""
-    if device in ("cuda", "auto"):
-        import torch
-
-        if count := torch.cuda.device_count():
-            return [f"cuda:{number % count}" for number in range(workers)]
+    if device in ("cuda", "auto") and (count := torch.cuda.device_count()):
+        return [f"cuda:{number % count}" for number in range(workers)]
     return [device] * workers

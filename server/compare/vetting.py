@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common import tasks
 from common.errors import SettingsError
-from common.experiment import Experiment
+from common.experiment import UNSEEN, Experiment
 from common.settings import dotted
 from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.rounds.folder import SETTINGS, RunFolder
@@ -15,7 +15,7 @@ from server.rounds.prepare import assemble
 from strategies.base import FederatedStrategy
 from strategies.registry import settled, written_out
 
-FREE = {"rounds", "checkpoint", "tracking"}
+FREE = {"rounds", *UNSEEN}
 """What may differ between a plan and a cell that it finds: a run may be prolonged."""
 
 
@@ -51,11 +51,11 @@ def expand(plan: Plan) -> list[Cell]:
 def _kind(strategy: FederatedStrategy, experiment: Experiment) -> str:
     """What `assemble` looks at beside the seed and what `settled` has checked: cells that differ elsewhere have no
     other faults. Of an algorithm it is what it asks of a model."""
-    unseen = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
+    other = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
     asked = type(strategy).check_model.__qualname__
     local = experiment.local
     muon = local.optimizer == "muon" and not local.nesterov
-    return f"{experiment.model_dump(exclude=unseen)} {local.steps} {muon} {asked}"
+    return f"{experiment.model_dump(exclude=other)} {local.steps} {muon} {asked}"
 
 
 class Faults:
@@ -85,10 +85,10 @@ class Faults:
     def report(self) -> None:
         """Raise SettingsError with a line for each fault, if there is one."""
         if self._cells:
-            raise SettingsError("\n".join(map(_line, self._cells.values(), [m for _, m in self._cells])))
+            raise SettingsError("\n".join(map(_fault, self._cells.values(), [m for _, m in self._cells])))
 
 
-def _line(cells: list[Cell], message: str) -> str:
+def _fault(cells: list[Cell], message: str) -> str:
     more = f" (and {len(cells) - 1} more of its cells)" if len(cells) > 1 else ""
     return f"{cells[0].about()}{more}: {message}"
 

@@ -102,7 +102,7 @@ def reconcile(control: Control, wanted: Nodes, say: Callable[[str], None]) -> No
             say(f"site {name} cannot be registered: {error}; if this key was removed before, the site needs a new one")
 
 
-class Follower:
+class Admission:
     """Keeps a SuperLink in step with the nodes file, in a thread of its own; a context manager.
 
     Entering reads the file and registers its sites, or raises SettingsError. Later a file that is wrong is told and
@@ -115,7 +115,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="nodes", daemon=True)
         self._seen: tuple[int, int] | None = None
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> Admission:
         self._seen = self._stamp()
         reconcile(self._control, read(self._path), self._say)
         self._thread.start()

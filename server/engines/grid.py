@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from common.errors import SettingsError
 from server.engines.inprocess import CohortGrid, InProcessGrid
-from server.engines.workers import WorkerGrid
+from server.engines.worker_grid import WorkerGrid
 
 # By name: the server's code knows no client code, Flower's project file names the two apps.
 CLIENT_APP = "client.app:app"

@@ -15,6 +15,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
@@ -47,8 +48,6 @@ def simulate(
     device: cpu, auto or cuda; `gpus`: the part of a GPU that each actor then takes, 0.25 for four on each.
     Raises SettingsError for a device that is not there.
     """
-    from flwr.simulation import run_simulation
-
     on_gpu = _uses_gpu(device)
     nodes = len(prepare(experiment).task.names())
     if not nodes:

@@ -161,7 +161,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def choose(root: str | Path, name: str, resume: bool) -> Path:
+def choose_folder(root: str | Path, name: str, resume: bool) -> Path:
     """The folder of a run called `name`: with `resume` the latest one, else one that is not there yet."""
     root = Path(root)
     taken = [path for path in (root / name, *_numbered(root, name)) if RunFolder(path).holds_run()]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 
-from flwr.app import Message
 from flwr.serverapp import Grid
 
 from common import vector
 from common.errors import RunError, SettingsError
-from common.vector import State
+from server.rounds.attempt import Attempt, Attempts, timed
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
@@ -22,31 +21,8 @@ from server.rounds.prepare import Prepared
 from server.rounds.records import Record
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
-from strategies.base import Upload
-from strategies.protocol import wire
-from strategies.protocol.acceptance import judge
-from strategies.protocol.coordinator import Coordinator, NotFinite
-from strategies.protocol.members import sample
-from strategies.protocol.messages import usable
+from strategies.protocol.coordinator import Coordinator
 from strategies.registry import cautions, identities, written_out
-
-TTL_MARGIN_S = 60.0
-
-
-@dataclass
-class Attempt:
-    """What came of one try at a round."""
-
-    sampled: list[str]
-    clock: float | None = None
-    uploads: list[Upload] = field(default_factory=list)
-    dropped: dict[str, str] = field(default_factory=dict)
-    causes: dict[str, str] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
-    cause: str = ""
-    bytes_down: int = 0
-    bytes_up: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Rounds:
@@ -97,12 +73,13 @@ class Rounds:
                 return self._conclude(coordinator)
             roster = self._roll(coordinator, resume)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
+            attempts = Attempts(self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop)
             if not resume:
                 self._checkpoints.save(coordinator)
             for round in range(coordinator.round + 1, self._experiment.rounds + 1):
                 if self._stop() is not None:
                     raise Stopped
-                self._round(round, coordinator, roster, exchange)
+                self._round(round, attempts)
             return self._conclude(coordinator)
         finally:
             self._checkpoints.close()
@@ -166,35 +143,19 @@ class Rounds:
             self._say(f"warning: {warning}")
         return roster
 
-    def _round(self, round: int, coordinator: Coordinator, roster: Roster, exchange: Exchange) -> None:
-        started = time.perf_counter()
-        void: list[Record] = []
-        for number in range(self._experiment.round.max_void):
-            attempt = self._attempt(round, number, coordinator, roster, exchange)
-            self._machines.heed(roster.members)
-            if not attempt.cause:
-                break
-            void.append(
-                {
-                    "sampled": attempt.sampled,
-                    "dropped": attempt.dropped,
-                    "causes": attempt.causes,
-                    "cause": attempt.cause,
-                }
-            )
-            self._say(f"round {round} is void: {attempt.cause}")
-        else:
-            raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {attempt.cause}")
-        record = self._record(round, coordinator, attempt, void, exchange)
-        with _timed(attempt.seconds, "evaluate"):
+    def _round(self, round: int, attempts: Attempts) -> None:
+        started, coordinator = time.perf_counter(), attempts.coordinator
+        attempt, void = self._valid(round, attempts)
+        record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(coordinator)
-                found = self._evaluation.clients(coordinator, roster, exchange, attempt.sampled)
+                found = self._evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
                 # A client's own model is another thing than the global one on its data.
                 record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
                 record["each"] = each(found)
                 record["task"] = describe(self._task, coordinator.state["model"])
-        with _timed(attempt.seconds, "checkpoint"):
+        with timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
@@ -203,131 +164,33 @@ class Rounds:
             self._checkpoints.save(coordinator)
         self._show(record)
 
-    def _attempt(
-        self, round: int, number: int, coordinator: Coordinator, roster: Roster, exchange: Exchange
-    ) -> Attempt:
-        settings = self._experiment.round
-        quorum = settings.quorum or ((settings.sample or coordinator.trainers) + 1) // 2
-        if not roster.gather(quorum, settings.deadline_s):
-            here = ", ".join(sorted(roster.trainers)) or "none"
-            return Attempt([], cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
-        present = coordinator.participation.present(round, number, roster.trainers)
-        if len(present) < quorum:
-            return Attempt([], cause=f"{len(present)} of {len(roster.trainers)} clients are present, quorum {quorum}")
-        wanted = min(settings.sample or len(roster.trainers), len(present))
-        everyone = sample(self._experiment.seed, round, number, present, wanted + settings.over_select)
-        attempt, informed = Attempt(everyone), None
-        members = [roster.members[name] for name in everyone]
-        late = coordinator.participation.late(round, members)
-        attempt.clock = coordinator.participation.clock(round, members)
-        attempt.dropped, attempt.causes = late, dict.fromkeys(late, "late")
-        sampled = [name for name in everyone if name not in late]
-        wanted = min(wanted, len(sampled))
-        enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
-        if self._strategy.survey:
-            uploads = self._ask(round, attempt, coordinator, roster, exchange, sampled, enough, phase="survey")
-            sampled = [upload.name for upload in uploads]
-            with _timed(attempt.seconds, "aggregate"):
-                informed = self._inform(round, coordinator, attempt, uploads, quorum)
-        if not attempt.cause:
-            attempt.uploads = self._ask(round, attempt, coordinator, roster, exchange, sampled, enough, informed)
-            with _timed(attempt.seconds, "aggregate"):
-                self._advance(round, coordinator, attempt, quorum, informed)
-        roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
-        return attempt
+    def _valid(self, round: int, attempts: Attempts) -> tuple[Attempt, list[Record]]:
+        """The first try at a round that is not void, and of those before it what the history tells."""
+        void: list[Record] = []
+        for number in range(self._experiment.round.max_void):
+            attempt = attempts.make(round, number)
+            self._machines.heed(attempts.roster.members)
+            if not attempt.cause:
+                return attempt, void
+            void.append({key: getattr(attempt, key) for key in ("sampled", "dropped", "causes", "cause")})
+            self._say(f"round {round} is void: {attempt.cause}")
+        raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {void[-1]['cause']}")
 
-    def _ask(
-        self,
-        round: int,
-        attempt: Attempt,
-        coordinator: Coordinator,
-        roster: Roster,
-        exchange: Exchange,
-        names: list[str],
-        enough: Callable[[Mapping[str, Message]], bool] | None,
-        informed: State | None = None,
-        phase: str = "",
-    ) -> list[Upload]:
-        """One exchange with the clients named, with a deadline of its own: their valid uploads."""
-        with _timed(attempt.seconds, "broadcast"):
-            coordinator.keep = self._checkpoints.asked(coordinator.generation)
-            members = [roster.members[name] for name in names]
-            ttl = self._experiment.round.deadline_s + TTL_MARGIN_S
-            messages = coordinator.messages(round, members, ttl, informed, phase)
-            attempt.bytes_down += sum(wire.size(message.content) for message in messages.values())
-        with _timed(attempt.seconds, "collect"):
-            replies = exchange.run(messages, self._experiment.round.deadline_s, enough)
-            if self._stop() is not None and len(replies) < len(messages) and not (enough and enough(replies)):
-                raise Stopped
-        with _timed(attempt.seconds, "aggregate"):
-            missing = "late" if enough and enough(replies) else "timed out"
-            return self._judge(round, coordinator, attempt, replies, names, missing, phase)
-
-    def _judge(
-        self,
-        round: int,
-        coordinator: Coordinator,
-        attempt: Attempt,
-        replies: Mapping[str, Message],
-        names: list[str],
-        missing: str,
-        phase: str,
-    ) -> list[Upload]:
-        verdict = judge(coordinator, round, {name: replies.get(name) for name in names}, phase, missing)
-        attempt.bytes_up += verdict.bytes
-        attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
-        attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
-        attempt.lost += verdict.lost
-        return verdict.uploads
-
-    def _inform(
-        self, round: int, coordinator: Coordinator, attempt: Attempt, uploads: list[Upload], quorum: int
-    ) -> State | None:
-        """The state after a first exchange, or None and the cause for which the try is void."""
-        if attempt.lost or len(uploads) < quorum:
-            attempt.uploads = uploads
-            self._advance(round, coordinator, attempt, quorum, None)
-            return None
-        try:
-            return coordinator.inform(round, uploads)
-        except NotFinite as error:
-            attempt.cause = str(error)
-            return None
-
-    def _advance(
-        self, round: int, coordinator: Coordinator, attempt: Attempt, quorum: int, informed: State | None
-    ) -> None:
-        if attempt.lost:
-            coordinator.new_generation()
-            attempt.cause = (
-                f"client memory of {', '.join(attempt.lost)} is lost: new generation {coordinator.generation}"
-            )
-        elif len(attempt.uploads) < quorum:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in attempt.dropped.items())
-            attempt.cause = f"{len(attempt.uploads)} valid uploads, quorum {quorum} ({reasons})"
-        else:
-            try:
-                attempt.uploads = coordinator.advance(round, attempt.uploads, informed)
-            except NotFinite as error:
-                attempt.cause = str(error)
-
-    def _record(
-        self, round: int, coordinator: Coordinator, attempt: Attempt, void: list[Record], exchange: Exchange
-    ) -> Record:
+    def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
         leading = next(iter(self._strategy.expects({})))
         norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
         drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
         return {
-            "round": round,
+            "round": attempt.round,
             "generation": coordinator.generation,
             "sampled": attempt.sampled,
             "accepted": [upload.name for upload in uploads],
             "dropped": attempt.dropped,
             "causes": attempt.causes,
             "void": void,
-            "late": exchange.late,
-            "lr": coordinator.lr(round),
+            "late": late,
+            "lr": coordinator.lr(attempt.round),
             "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},
@@ -338,17 +201,3 @@ class Rounds:
             "drift": drift,
             "sha256": vector.sha256({"model": coordinator.state["model"], **coordinator.buffers}),
         }
-
-
-class _timed:
-    """Add the seconds of a block to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self._seconds = seconds
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._started

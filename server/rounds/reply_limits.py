@@ -24,7 +24,8 @@ def bound_replies(prepared: Prepared) -> None:
     model = prepared.model
     vector = model.vector.numel() * model.vector.element_size()
     buffers = sum(value.numel() * value.element_size() for value in model.buffers.values())
-    _most_bytes = 2 * (len(prepared.strategy.payload) * vector + buffers) + SLACK_BYTES
+    vectors = max(len(prepared.strategy.payload), len(prepared.strategy.expects({})))
+    _most_bytes = 2 * (vectors * vector + buffers) + SLACK_BYTES
 
 
 class _Pulled(dict[str, bytes]):

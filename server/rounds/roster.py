@@ -33,7 +33,7 @@ class Roster:
         grid: Grid,
         experiment: Experiment,
         coordinator: Coordinator,
-        plan: str,
+        assignment: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
     ) -> None:
@@ -42,7 +42,7 @@ class Roster:
         self._grid = grid
         self._experiment = experiment
         self._coordinator = coordinator
-        self._plan = plan
+        self._assignment = assignment
         self._say = say
         self._stop = stop
         self._nodes: dict[int, str] = {}
@@ -157,7 +157,7 @@ class Roster:
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
-        members, in_flight = members_of(node, reply, self._coordinator.layout, self._plan)
+        members, in_flight = members_of(node, reply, self._coordinator.layout, self._assignment)
         for member in members:
             name = member.name
             if info.name and name != info.name:

@@ -62,14 +62,14 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
         raise Refused(head.status, head.reason)
     if not 0 < head.examples <= coordinator.known[name]:
         raise Refused("examples", f"{head.examples} not in 1..{coordinator.known[name]}, the roll's number")
-    if head.steps < 1 and not phase:
-        raise Refused("steps", f"{head.steps} local steps")
-    if 0 < coordinator.bounds.get(name, 0) < head.steps:
-        raise Refused("steps", f"{head.steps} local steps, asked for {coordinator.bounds[name]} at most")
+    least, most = 0 if phase else 1, coordinator.bounds.get(name, head.steps)
+    if not least <= head.steps <= most:
+        raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
     if head.lr != coordinator.lr(round):
         raise Refused("mismatch", f"local rate {head.lr}, expected {coordinator.lr(round)}")
     payload = strategy.survey if phase else strategy.expects(coordinator.assigned.get(name, {}))
     upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=coordinator.slots)
+    upload.settings = coordinator.experiment.local
     upload.vectors, upload.copies = _decoded(coordinator, round, name, reply.state, payload)
     if not phase:
         _same_groups("buffers", reply.buffers, coordinator.buffers.keys())
@@ -78,7 +78,7 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
         upload.buffers = reply.buffers
     _check_values(coordinator, upload, payload)
     try:
-        strategy.check_upload(upload.vectors)
+        strategy.check_upload(upload)
     except ValueError as error:
         raise Refused("meaningless", str(error)) from None
     return upload

@@ -57,6 +57,8 @@ class Algorithm(ABC):
     and `inform`."""
     trackers: ClassVar[tuple[str, ...]] = ()
     """Entries of the server state that are averages over *all* clients' memories."""
+    passes: ClassVar[int] = 1
+    """How often `local` goes through the local steps. A reply of more steps is refused: they may divide."""
     memory: ClassVar[MemoryKind] = "none"
     """"bound": client memory belongs to server state (trackers, duals), losing it starts a new generation;
     "own": it is the client's own affair and starts empty when lost."""
@@ -137,9 +139,9 @@ class Algorithm(ABC):
     def check_model(self, task: Task, model: nn.Module) -> None:
         """Raise SettingsError for a model that the algorithm cannot train."""
 
-    def check_upload(self, vectors: State) -> None:
-        """Raise ValueError for an upload that has no meaning, beyond names, shapes, dtypes and finite values: that
-        client is dropped for the round."""
+    def check_upload(self, upload: Upload) -> None:
+        """Raise ValueError for an upload that has no meaning, beyond names, shapes, dtypes, finite values and the bound
+        of its steps: that client is dropped for the round."""
 
     def caution(self, experiment: Experiment, steps: int) -> str | None:
         """A warning to show before round 1; `steps` is the largest number of local steps that a client announced."""

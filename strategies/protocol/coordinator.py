@@ -158,7 +158,8 @@ class Coordinator:
         self.assigned = self.strategy.assign(self.state, [m.name for m in members], round, self.experiment.seed)
         text, total = self.experiment.json(), self.total
         budgets = {member.name: self.participation.budget(round, member) for member in members}
-        self.bounds = {name: budget.steps for name, budget in budgets.items()}
+        most = {member.name: self.participation.most_steps(round, member) for member in members}
+        self.bounds = {name: self.strategy.passes * steps for name, steps in most.items()}
         # By the clock, so that what a server sent before it was killed comes before all that it sends once resumed.
         self.order = max(self.order + 1, time.time_ns())
         return {

@@ -72,6 +72,8 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
             raise Refused("name", f"one node hosts {count} clients called {name!r}: each client has its own name")
     if min([0, *answer.examples, *answer.evaluation]) < 0:
         raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
+    if any(steps < 1 for steps, examples in zip(answer.steps, answer.examples, strict=True) if examples):
+        raise Refused("steps", f"no local steps in the roll of clients {answer.names[:5]}")
     who = f"client {', '.join(map(repr, answer.names[:3]))}"
     if not answer.versions.startswith(f"flwr {FLWR_SERIES}."):
         raise Refused("versions", f"{who} runs {answer.versions[:100]!r}, the server {versions()!r}")

@@ -42,6 +42,7 @@ class Participation:
 
     def __init__(self, experiment: Experiment) -> None:
         self._seed = experiment.seed
+        self._batch_size = experiment.local.batch_size
         self._speed = experiment.speed
         self._presence = experiment.presence
         self._speeds: dict[str, float] = {}
@@ -109,6 +110,13 @@ class Participation:
         if speed is None:
             return None
         return speed * math.exp(settings.jitter * self._draw("jitter", name, round).gauss(0, 1))
+
+    def most_steps(self, round: int, member: Member) -> int:
+        """The most local steps that a client can take in a round: what it is asked for, else what the roll says."""
+        budget = self.budget(round, member)
+        if budget.epochs:
+            return budget.epochs * -(-member.examples // self._batch_size)
+        return budget.steps or member.steps
 
     def late(self, round: int, members: Iterable[Member]) -> dict[str, str]:
         """Name -> reason of those that come too late for a round: nobody waits for them."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from common.experiment import LocalSettings
 from common.vector import Layout, State
 
 Part = Literal["all", "shared", "personal"]
@@ -35,6 +36,8 @@ class Upload:
     """What the server holds of this client's uploads, for differences to it (EF21)."""
     layout: Layout = field(default_factory=dict)
     """On the server: name -> slot and shape of the model, for layer-wise methods."""
+    settings: LocalSettings = field(default_factory=LocalSettings)
+    """On the server: `[local]`, which the steps were taken with."""
 
 
 class Work(Protocol):
@@ -52,6 +55,8 @@ class Work(Protocol):
     num_examples: int
     lr: float
     """eta_l of this round, before any decay within the round."""
+    settings: LocalSettings
+    """`[local]`."""
     round: int
     """t, from 1."""
     steps_taken: int
@@ -123,9 +128,6 @@ class Work(Protocol):
     def representation(self, vector: Tensor, buffers: State) -> Callable[[Any], Tensor]:
         """Of another model (d,) and its buffers, frozen and in evaluation mode: batch -> input of its output layer
         (b, r)."""
-
-    def unit_response(self) -> float:
-        """a_i: how far the local optimizer moves, in units of lr, when every gradient is 1 (FedNova's ||a_i||_1)."""
 
     def keep(self, **state: Tensor) -> None:
         """The memory to save with this round; it counts once the server accepts the upload."""

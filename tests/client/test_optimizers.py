@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.training.optimizers import LocalOptimizer, unit_response
+from client.training.optimizers import LocalOptimizer
 from common.errors import SettingsError
 from common.experiment import LocalSettings
 from common.vector import Slot, State
@@ -341,14 +341,6 @@ def test_decay_of_the_rates() -> None:
     optimizer.step()
     assert optimizer.lr == LR / 4
     assert vector.tolist() == pytest.approx([0, 0, 0, 0, -0.125])
-
-
-def test_unit_response() -> None:
-    """Heavy ball: 1 + (1 + rho) = 2.5 after two steps; rates 1 and gamma: 1 + gamma; proximal with eta mu = 1/8:
-    1 + 7/8. Decay does not count."""
-    assert unit_response(settings("sgd", momentum=0.5, weight_decay=0.5), 0.0, LR, 2) == 2.5
-    assert unit_response(settings("sgd", step_decay=0.5), 0.0, LR, 2) == 1.5
-    assert unit_response(settings("sgd"), 0.5, LR, 2) == 1.875
 
 
 # --- state

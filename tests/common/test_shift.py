@@ -18,7 +18,7 @@ from common.partition import shift
 from common.partition.assignment import Assignment
 from common.partition.make import make_assignment
 from common.partition.shift import shifted
-from server.engines.workers import WorkerGrid
+from server.engines.worker_grid import WorkerGrid
 from tests.support.faults import ran
 
 
@@ -191,7 +191,7 @@ def test_a_task_that_cannot_be_shifted_ends_at_the_start() -> None:
         task(Experiment.parse('partition.shift = "rotation"'))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_shifted_runs_are_the_same_in_worker_processes(tmp_path: Path) -> None:
     """And other than plain ones."""
     noisy = experiment(tmp_path, shift="noise", shift_strength=0.3)

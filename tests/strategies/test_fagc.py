@@ -231,8 +231,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     "momentum": {"optimizer": "sgd", "momentum": 0.9},
     "adam": {"optimizer": "adam", "bias_correction": False},
-    "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
-    "amsgrad": {"optimizer": "amsgrad"},
+    "adamw": {"optimizer": "adamw", "bias_correction": True, "weight_decay": 0.1},
+    "amsgrad": {"optimizer": "amsgrad", "bias_correction": True},
     "normalized": {"optimizer": "normalized"},
     "soap": {"optimizer": "soap"},
     "muon": {"optimizer": "muon", "aux_lr": 0.05},
@@ -745,7 +745,7 @@ LEARNS = {
     "muon": {"optimizer": "muon", "lr": 0.02, "aux_lr": 0.005},
     "soap": {"optimizer": "soap", "lr": 0.005},
     "normalized": {"optimizer": "normalized", "lr": 0.05},
-    "amsgrad": {"optimizer": "amsgrad", "lr": 0.003},
+    "amsgrad": {"optimizer": "amsgrad", "lr": 0.003, "bias_correction": True},
 }
 
 

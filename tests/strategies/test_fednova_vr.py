@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from common.errors import SettingsError
 from common.vector import weighted_sum
+from strategies.fednova import unit_response
 from strategies.registry import settled
 from tests.strategies.test_momentum import (
     CLIENTS,
@@ -95,8 +96,8 @@ def test_without_vr_nothing_has_changed(tmp_path: Path) -> None:
     for _ in range(5):
         x = simulation.x
         uploads = simulation.step()
-        assert all(set(upload.vectors) == {"delta", "response"} for upload in uploads)
-        a = [float(upload.vectors["response"]) for upload in uploads]
+        assert all(set(upload.vectors) == {"delta"} for upload in uploads)
+        a = [unit_response(upload.settings, upload.lr, upload.steps) for upload in uploads]
         effective = sum(u.weight * each for u, each in zip(uploads, a, strict=True))
         scales = [u.weight * effective / each for u, each in zip(uploads, a, strict=True)]
         assert torch.equal(simulation.x, x.add(weighted_sum([u.vectors["delta"] for u in uploads], scales), alpha=1.0))
@@ -112,7 +113,7 @@ def test_vectors_on_the_wire(tmp_path: Path, vr: str, up: set[str]) -> None:
     """3 S and 4 S; client memory belongs to Dbar."""
     simulation = run(tmp_path, vr)
     uploads = simulation.step()
-    assert all(set(upload.vectors) == up | {"response"} for upload in uploads)
+    assert all(set(upload.vectors) == up for upload in uploads)
     assert set(simulation.strategy.broadcast(simulation.coordinator.state)) == {"model", "direction"}
     assert simulation.strategy.memory_kind(simulation.experiment) == "bound"
 

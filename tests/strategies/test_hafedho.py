@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.data.examples import ClientData, Examples
 from common.tasks.base import Task
 from tests.strategies.test_reductions import EQUAL, LR, STEPS, apart, models
-from tests.support.helpers import Simulation, experiment
+from tests.support.helpers import Simulation, experiment, problem
 
 
 def hafedho(folder: Path, rounds: int = 12, **given: Any) -> Tensor:
@@ -51,15 +51,17 @@ def test_clipping_tells_them_apart(tmp_path: Path, upload: str) -> None:
 
 
 def test_phi_is_the_displacement_for_plain_sgd_only(tmp_path: Path) -> None:
-    """w - w_i = eta sum grad phi under plain SGD; weight decay, momentum, clipping, a proximal term and decayed
-    rates move the client but are no part of grad phi."""
+    """w - w_i = eta sum grad phi under plain SGD, clipped or not; weight decay, momentum, a proximal term and
+    decayed rates move the client but are no part of grad phi."""
 
     def difference(**local: float) -> float:
         runs = [hafedho(tmp_path, upload=upload, local={"lr": LR, **local}) for upload in ("phi", "displacement")]
         return apart(*runs)
 
+    for bound in (1e3, 3.0, 0.1):
+        assert difference(clip_norm=bound) < 1e-12
     assert difference() < 1e-12
-    for local in ({"weight_decay": 0.1}, {"momentum": 0.5}, {"clip_norm": 3.0}, {"proximal_mu": 0.5}):
+    for local in ({"weight_decay": 0.1}, {"momentum": 0.5}, {"proximal_mu": 0.5}):
         assert difference(**local) > 1e-3
     assert difference(step_decay=0.9) > 1e-3
 
@@ -151,3 +153,74 @@ def test_the_caution_names_the_stable_range(tmp_path: Path) -> None:
         # Driven by a nearly constant sum G: g = G (1 - beta^t)/(1 - beta).
         beta = mu * STEPS
         assert later / speed == pytest.approx((1 - beta**25) / (1 - beta**5), rel=1e-3)
+
+
+@pytest.mark.parametrize("rectification", ["objective", "gradient"])
+def test_a_clipped_server_goes_no_further_than_its_clients(tmp_path: Path, rectification: str) -> None:
+    """Round 1 has no h: five steps of length at most eta c, and the server moves by their mean, as FedAvg does."""
+    local = {"lr": LR, "clip_norm": 0.1}
+    run = hafedho(tmp_path, 1, rectification=rectification, local=local)
+    assert float(run.norm()) <= LR * 0.1 * STEPS
+    assert apart(run, models(tmp_path, "fedavg", 1, weights="uniform", arrays=EQUAL, local=local)) < 1e-15
+
+
+def test_joint_clipping_bounds_the_speed_of_undamped_momentum(tmp_path: Path) -> None:
+    """mu lambda = 1.4 with one nearly flat direction: without clipping |w| is 47,000 after 60 rounds, as it was with
+    phi taken before clipping; now phi ends where the displacement does, near 1.9."""
+    curvatures = problem()["curvatures"]
+    curvatures[:, 0] = 0.01
+    given: dict[str, Any] = {"arrays": EQUAL | {"curvatures": curvatures}, "mu": 1.4 / STEPS}
+    ends = [
+        float(hafedho(tmp_path, 60, upload=upload, local={"lr": LR, **clip}, **given)[-1].norm())
+        for upload, clip in (("phi", {}), ("phi", {"clip_norm": 3.0}), ("displacement", {"clip_norm": 3.0}))
+    ]
+    assert ends[0] > 1e4
+    assert ends[1] == pytest.approx(ends[2], rel=1e-9)
+    assert ends[1] < 3
+
+
+@pytest.mark.parametrize("upload", ["phi", "raw", "displacement"])
+def test_weight_decay_acts_backwards_in_sums_of_gradients(tmp_path: Path, upload: str) -> None:
+    """f = (w - 2)^2/2 with decay 1 has its minimum at 1. Clients walk y <- 1 + r (y - 1), r = 1 - 2 eta; sums of
+    gradients rest where the mean of y - 2 is zero, at 1 + lambda (1 - r)/(1 - r^lambda) = 2.22."""
+    one = {"centers": [[2.0]], "curvatures": [[1.0]], "steps": [5], "examples": [1], "start": [0.0]}
+    local = {"lr": 0.05, "weight_decay": 1.0}
+    given: dict[str, Any] = {"arrays": one, "own_share": "none", "upload": upload, "local": local}
+    rest = float(Simulation(experiment(tmp_path, "hafedho", **given)).run(300))
+    expected = 1.0 if upload == "displacement" else 1 + 5 * 0.1 / (1 - 0.9**5)
+    assert rest == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("upload", ["phi", "raw", "displacement"])
+def test_the_caution_names_what_the_server_never_sees(tmp_path: Path, upload: str) -> None:
+    """Each setting by its name and value; none of them with the displacement."""
+    moves = {"weight_decay": 0.1, "momentum": 0.5, "proximal_mu": 0.25, "step_decay": 0.75}
+
+    def caution(**local: float) -> str:
+        run = Simulation(experiment(tmp_path, "hafedho", mu=0.01, upload=upload, local={"lr": LR, **local}))
+        return run.strategy.caution(run.experiment, STEPS) or ""
+
+    assert caution() == ""
+    for key, value in moves.items():
+        said = caution(**{key: value})
+        assert (f"local.{key} = {value:g}" in said) == (upload != "displacement")
+    every = caution(**moves)
+    assert all(f"local.{key} = {value:g}" in every for key, value in moves.items()) == (upload != "displacement")
+    assert ("local.clip_norm" in caution(clip_norm=1.0)) == (upload == "raw")
+
+
+@pytest.mark.parametrize(
+    ("local", "rectification", "words"),
+    [
+        ({}, "objective", "diverges along flat directions;"),
+        ({"clip_norm": 1.0}, "gradient", "diverges along flat directions;"),
+        ({"clip_norm": 1.0}, "objective", "at the speed that clipping allows;"),
+    ],
+)
+def test_the_caution_of_mu_lambda_knows_which_clipping_helps(
+    tmp_path: Path, local: dict[str, float], rectification: str, words: str
+) -> None:
+    """Joint clipping bounds a step with mu h in it; clipping before mu h is added bounds nothing of it."""
+    given: dict[str, Any] = {"mu": 0.5, "rectification": rectification, "local": {"lr": LR, **local}}
+    run = Simulation(experiment(tmp_path, "hafedho", **given))
+    assert words in (run.strategy.caution(run.experiment, STEPS) or "")

@@ -543,6 +543,11 @@ def test_free_rates_that_cannot_be(tmp_path: Path, given: dict[str, Any], text: 
             "local.momentum = 0.9 has no meaning with strategy.name = 'scaffoldm'",
         ),
         ("scaffoldm", {"local": {"step_decay": 0.9}}, "local.step_decay = 0.9 has no meaning with"),
+        (
+            "fedcm",
+            {"local": {"step_decay": 0.9}},
+            "local.step_decay = 0.9 has no meaning with strategy.name = 'fedcm'",
+        ),
         ("scaffoldm", {"beta": 0.0}, "strategy.beta = 0.0: Input should be greater than 0"),
         ("scaffoldm", {"beta": 1.5}, "strategy.beta = 1.5: Input should be less than or equal to 1"),
         ("padamfed", {"local": {"optimizer": "normalized"}}, "its steps are normalized already; allowed: 'sgd'"),

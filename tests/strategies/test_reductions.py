@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.training.optimizers import unit_response
+from client.training.optimizers import LocalOptimizer
 from common.experiment import LocalSettings
+from strategies.fednova import unit_response
 from tests.support.helpers import Simulation, experiment
 
 LR, STEPS = 0.03, 5
@@ -92,7 +93,7 @@ def test_scaffolds_control_is_option_two(tmp_path: Path) -> None:
 
 
 def response(steps: int, lr: float = LR, mu: float = 0.0, **local: Any) -> float:
-    return unit_response(LocalSettings(lr=lr, **local), mu, lr, steps)
+    return unit_response(LocalSettings(lr=lr, proximal_mu=mu, **local), lr, steps)
 
 
 @pytest.mark.parametrize("tau", [1, 2, 7, 50])
@@ -106,6 +107,22 @@ def test_closed_forms_of_the_response(tau: int) -> None:
     assert response(tau, mu=mu) == pytest.approx((1 - (1 - alpha) ** tau) / alpha, rel=1e-13)
     assert response(tau, step_decay=gamma) == pytest.approx((1 - gamma**tau) / (1 - gamma), rel=1e-13)
     assert response(tau, weight_decay=0.5) == pytest.approx(tau, rel=1e-13)
+
+
+@pytest.mark.parametrize("local", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"proximal_mu": 1.5}, {"step_decay": 0.9}, {"proximal_mu": 1.5, "step_decay": 0.9}]
+)
+def test_the_server_computes_what_the_clients_optimizer_does(local: dict[str, Any], more: dict[str, float]) -> None:
+    """The same bits as the optimizer of local training, on gradients of 1."""
+    settings = LocalSettings(lr=LR, **local, **more)
+    vector, gradient = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    optimizer = LocalOptimizer(settings.model_copy(update={"weight_decay": 0.0}), vector, gradient, LR)
+    for steps in range(1, 40):
+        gradient.fill_(1.0).add_(vector, alpha=settings.proximal_mu)
+        optimizer.step()
+        optimizer.decay(settings.step_decay)
+        assert unit_response(settings, LR, steps) == -float(vector) / LR
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -1,0 +1,240 @@
+"""`python -m server simulate`, `local`, `run` and `superlink`: one experiment, wherever its clients are."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from common import portable
+from common.deploy.addresses import LOOPBACK
+from common.deploy.logs import LogFormat
+from common.errors import SettingsError
+from common.experiment import Experiment
+from server.commands.options import (
+    Certs,
+    Cohort,
+    ControlHost,
+    ControlPort,
+    Device,
+    File,
+    FleetPort,
+    Format,
+    Gpus,
+    Grace,
+    Host,
+    Insecure,
+    Metrics,
+    NodesFile,
+    Portable,
+    Resume,
+    RunDir,
+    Seed,
+    State,
+    errors,
+)
+from server.rounds.stopping import GRACE_S, StopOnSignal
+
+if TYPE_CHECKING:
+    from server.rounds.folder import RunFolder
+    from server.watch.viewers import Viewer
+
+# Imported where used: torch, Flower and matplotlib take seconds, numpy a tenth of one, and `--help` needs none of them.
+
+
+class Engine(StrEnum):
+    """Where simulated clients run."""
+
+    inprocess = "inprocess"
+    flower = "flower"
+
+
+def simulate(
+    experiment: File,
+    engine: Annotated[
+        Engine, typer.Option(help="This process, or Flower's simulation engine on Ray.")
+    ] = Engine.inprocess,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that train. Default: 1 in process, all cores with flower."),
+    ] = None,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    seed: Seed = None,
+    device: Device = "cpu",
+    gpus: Gpus = 1.0,
+    cohort: Cohort = None,
+    grace: Grace = GRACE_S,
+    portably: Portable = False,
+) -> None:
+    """Run all clients on this machine without a server.
+
+    With --cohort the clients of a round train as one batched model: faster for many clients with a tiny model, equal to
+    the ordinary way to rounding and not bit for bit. See docs/benchmarks.md.
+    """
+    with errors():
+        if cohort is not None and engine is Engine.flower:
+            raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
+        from server.engines.grid import CLIENT_APP, grid
+        from server.watch.display import Display
+
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
+        with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
+            if engine is Engine.flower:
+                from server.engines import vce
+
+                vce.simulate(
+                    settings,
+                    folder,
+                    resolve_name(CLIENT_APP),
+                    resume=resume,
+                    workers=workers or os.cpu_count() or 1,
+                    say=display.say,
+                    show=display.show,
+                    stop=stop,
+                    device=device,
+                    gpus=gpus,
+                )
+            else:
+                from server.app import run
+
+                with grid(CLIENT_APP, workers or 1, device, folder.path / "memory", cohort) as node:
+                    run(node, settings, folder, resume=resume, say=display.say, show=display.show, stop=stop)
+        _conclude(folder, display)
+
+
+def local(
+    experiment: File,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    seed: Seed = None,
+    device: Device = "cpu",
+    grace: Grace = GRACE_S,
+    portably: Portable = False,
+) -> None:
+    """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
+    with errors():
+        from common.tasks.base import NO_CLIENTS
+        from server.deploy import federation
+        from server.rounds.prepare import prepare
+        from server.watch.display import Display
+
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
+        if not (names := prepare(settings).task.names()):
+            raise SettingsError(NO_CLIENTS)
+        with Display(settings.name, settings.rounds) as display:
+            federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
+        _conclude(folder, display)
+
+
+def run(
+    experiment: File,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="Go on from the latest checkpoint if there is one, else begin.")
+    ] = False,
+    seed: Seed = None,
+    superlink: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Submit to this control address instead of starting a SuperLink."),
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
+    ] = None,
+    host: Host = LOOPBACK,
+    fleet_port: FleetPort = 9092,
+    control_host: ControlHost = LOOPBACK,
+    control_port: ControlPort = 8000,
+    certs: Certs = None,
+    insecure: Insecure = False,
+    nodes: NodesFile = None,
+    state: State = None,
+    grace: Grace = GRACE_S,
+    metrics: Metrics = None,
+    log_format: Format = LogFormat.text,
+    portably: Portable = False,
+) -> None:
+    """Run an experiment with clients that join from elsewhere, and show its rounds.
+
+    Starts a SuperLink for it, or submits it to one that runs already (--superlink): then the run folder must lie where
+    both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
+    """
+    with errors(log_format):
+        from server.deploy import federation
+        from server.deploy.superlink import LinkOptions
+        from server.rounds.prepare import prepare
+        from server.watch.viewers import watched
+
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
+        resume = resume or (resume_or_start and folder.holds_run())
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        control = federation.running_link(superlink, ca, options) if superlink else None
+        prepare(settings)
+        with watched(settings, metrics, log_format) as display:
+            if control is not None:
+                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace)
+            else:
+                federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
+        _conclude(folder, display)
+
+
+def superlink(
+    host: Host = LOOPBACK,
+    fleet_port: FleetPort = 9092,
+    control_host: ControlHost = LOOPBACK,
+    control_port: ControlPort = 8000,
+    certs: Certs = None,
+    insecure: Insecure = False,
+    nodes: NodesFile = None,
+    state: State = None,
+    grace: Grace = GRACE_S,
+    metrics: Metrics = None,
+    log_format: Format = LogFormat.text,
+    portably: Portable = False,
+) -> None:
+    """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
+    with errors(log_format):
+        from server.deploy import service
+        from server.deploy.superlink import LinkOptions
+        from server.watch.viewers import endpoint, say
+
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
+
+
+def _open(
+    path: Path, run_dir: Path | None, resume: bool, seed: int | None, portably: bool, either: bool = False
+) -> tuple[Experiment, RunFolder]:
+    from common.partition import split_cache
+    from server.rounds.folder import RunFolder, choose_folder
+
+    settings = Experiment.load(path)
+    if portably or portable.complete():
+        settings = settings.portable()
+    if settings.local.arithmetic == "portable":
+        portable.ensure()
+    split_cache.share()
+    if seed is not None:
+        settings = settings.model_copy(update={"seed": seed})
+    if either and run_dir is None:
+        run_dir = Path("runs") / settings.name
+    folder = RunFolder(run_dir or choose_folder("runs", settings.name, resume))
+    if not either:
+        folder.require(resume)
+    return settings, folder
+
+
+def _conclude(folder: RunFolder, display: Viewer) -> None:
+    from server.report.plots import curves
+    from server.watch.display import summary
+
+    history = folder.history()
+    if history:
+        plot = curves({folder.path.name: history}, folder.path / "curves.png")
+        display.say(summary(history, folder.path, plot))
