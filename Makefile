@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 export FLWR_TELEMETRY_ENABLED := 0
+# Workers and child processes of the tests compile nothing twice.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check
+.PHONY: setup demo test test-draw test-all test-full check
 
 setup: $(VENV)/.installed
 
@@ -18,8 +20,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m server local experiments/digits.toml
 
+# What matters every day; a part of the rest, another one each day; all but the whole tables; these too.
 test: setup
 	$(BIN)/python -m pytest
+
+test-draw: setup
+	$(BIN)/python -m pytest --suite=draw
+
+test-all: setup
+	$(BIN)/python -m pytest --suite=all
+
+test-full: setup
+	$(BIN)/python -m pytest --suite=full
 
 check: setup
 	$(BIN)/ruff check .

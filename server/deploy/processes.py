@@ -33,6 +33,23 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+_held: list[socket.socket] = []
+
+
+def held_ports(count: int) -> list[int]:
+    """So many different TCP ports of 127.0.0.1 for gRPC servers, which nobody else is given while this process lives.
+
+    Each stays bound by a socket that does not listen: connections are refused until a server listens, and gRPC's
+    servers share a port (SO_REUSEPORT)."""
+    for _ in range(count):
+        held = socket.socket()
+        if hasattr(socket, "SO_REUSEPORT"):
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        _held.append(held)
+    return [each.getsockname()[1] for each in _held[len(_held) - count :]]
+
+
 class Family:
     """A command and all processes that come from it, in a session of their own.
 

@@ -20,7 +20,7 @@ from common.files import locked
 from common.flower import ROOT, environment
 from server.deploy.certs import Certificates
 from server.deploy.control import Control
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SuperLink:
         options: LinkOptions | None = None,
         start_timeout_s: float = 60.0,
     ):
-        spare = free_ports(2)
+        spare = held_ports(2)
         given = options or LinkOptions(fleet_port=fleet_port, control_port=control_port)
         self.options = replace(
             given, fleet_port=given.fleet_port or spare[0], control_port=given.control_port or spare[1]

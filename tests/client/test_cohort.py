@@ -95,8 +95,7 @@ def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(name, marks=() if name in TODAY else [pytest.mark.full, pytest.mark.slow]) for name in REGISTRY],
+    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in REGISTRY]
 )
 def test_every_algorithm_with_batch_norm(algorithm: str, tmp_path: Path) -> None:
     """The same with running statistics, which are each client's own."""

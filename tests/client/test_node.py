@@ -24,8 +24,9 @@ from common import flower
 from common.errors import RunError, SettingsError
 from common.flower import ROOT
 from server.deploy.control import bundle
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 from server.deploy.superlink import SuperLink
+from tests.support import patience
 
 STANDIN = ROOT / "tests" / "support" / "standin"
 
@@ -34,10 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationW
 
 
 def until(true: Callable[[], object], seconds: float = 30.0, what: str = "") -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, what or "waited in vain"
-        time.sleep(0.05)
+    patience.until(true, what, seconds)
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def finish(link: SuperLink, run_id: int, out: Path) -> list[dict[str, object]]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -79,10 +77,11 @@ def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Pa
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: Path) -> None:
-    control, fleet = free_ports(2)
+    control, fleet = held_ports(2)
     log = tmp_path / "a.log"
     with node(f"127.0.0.1:{fleet}", "a", tmp_path) as family:
         until(lambda: "no Flower server" in log.read_text())
@@ -95,14 +94,14 @@ def test_a_node_waits_for_its_server_and_joins_again_after_a_restart(tmp_path: P
         with SuperLink(tmp_path / "2.log", control_port=control, fleet_port=fleet) as link:
             until(lambda: link.control.online())
             family.process.terminate()
-            assert family.process.wait(10) == 0
+            assert family.process.wait(patience.limit(10)) == 0
             assert not link.control.online()
     text = log.read_text()
     assert text.count("no Flower server") <= 4
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -112,14 +111,15 @@ def test_sigterm_lets_the_node_answer_first(tmp_path: Path) -> None:
         family.process.terminate()
         [step] = finish(link, run_id, out)
         assert step["replies"] == [{"same": True, "seen": 1, "name": "a"}]
-        assert family.process.wait(10) == 0
+        assert family.process.wait(patience.limit(10)) == 0
         assert not link.control.online()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp_path: Path) -> None:
-    control, fleet = free_ports(2)
+    control, fleet = held_ports(2)
     log = tmp_path / "a.log"
     with node(f"127.0.0.1:{fleet}", "a", tmp_path):
         with SuperLink(tmp_path / "1.log", control_port=control, fleet_port=fleet) as link:
@@ -138,17 +138,18 @@ def test_a_node_outlives_a_stopped_run_and_a_server_that_dies_while_it_works(tmp
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_sigterm_ends_a_node_that_waits_for_its_server(tmp_path: Path) -> None:
-    with node(f"127.0.0.1:{free_ports(1)[0]}", "a", tmp_path) as family:
+    with node(f"127.0.0.1:{held_ports(1)[0]}", "a", tmp_path) as family:
         until(lambda: "no Flower server" in family.tail())
         family.process.terminate()
-        assert family.process.wait(5) == 0
+        assert family.process.wait(patience.limit(5)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link, node(link.fleet_address, "a", tmp_path) as family:
         run_id = start(link, tmp_path / "out.json", "sleep60")
@@ -156,12 +157,13 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
         family.process.terminate()
         until(lambda: "stopping" in family.tail())
         family.process.terminate()
-        assert family.process.wait(5) == 128 + signal.SIGTERM
+        assert family.process.wait(patience.limit(5)) == 128 + signal.SIGTERM
         assert not link.control.status(run_id).over
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_an_idle_node_takes_next_to_no_cpu(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link, node(link.fleet_address, "a", tmp_path) as family:
         until(lambda: link.control.online())
@@ -178,10 +180,10 @@ def test_the_gap_between_polls_grows_with_the_idle_time_only() -> None:
     assert all(1.6 <= poll_delay(10_000) <= 2.4 for _ in range(100))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_nobody_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{held_ports(1)[0]}"
     command = [sys.executable, "-m", "client", "join", "--server", address, "--name", "a", "--max-wait", "1"]
     ended = subprocess.run(command, cwd=ROOT, env=flower.environment(), capture_output=True, text=True)
     assert ended.returncode == 1
@@ -238,8 +240,9 @@ def test_help_has_an_example() -> None:
         assert "Example: python -m client join" in CliRunner().invoke(cli, [*command, "--help"]).output
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
+@pytest.mark.rest
 def test_no_process_outlives_the_superlink(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link:
         start(link, tmp_path / "out.json", "echo")  # Its server app waits for a node for ever.
@@ -249,7 +252,7 @@ def test_no_process_outlives_the_superlink(tmp_path: Path) -> None:
     assert not link.family.members()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's death is Linux's")
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
@@ -262,11 +265,11 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
         link = psutil.Process(int(parent.stdout.readline()))
         family = [link, *link.children(recursive=True)]
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=patience.limit(10))
     assert not alive
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "1.log") as link, pytest.raises(RunError, match=f"port {link.fleet_port} .* in use"):

@@ -377,7 +377,7 @@ print(int(kept("shared", make).inputs.sum()))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_processes_that_start_at_once_make_it_once(tmp_path: Path) -> None:
     """Both get 100 * 900 * 7."""
     command = [sys.executable, "-c", SHARED, str(tmp_path / "made")]

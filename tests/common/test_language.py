@@ -174,7 +174,7 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
         assert lora < 3 * (4 * 144 + 3000)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("model", [TINY, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_workers_find_the_same_weights(model: dict[str, Any], optimizer: str, tmp_path: Path) -> None:

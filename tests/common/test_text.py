@@ -330,7 +330,7 @@ def test_without_the_hub_the_places_looked_at_are_named(tmp_path: Path, monkeypa
         create("qqp").names()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, REFUSED], ids=["offline", "refused"])
 def test_offline_ends_soon_and_says_where_it_looked(tmp_path: Path, network: dict[str, str]) -> None:
     given = {k: v for k, v in os.environ.items() if k != "FEDKEEL_DATA"}

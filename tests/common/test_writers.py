@@ -17,7 +17,7 @@ from server.engines.grid import grid
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 
-pytestmark = [pytest.mark.data, pytest.mark.slow]
+pytestmark = [pytest.mark.data, pytest.mark.processes]
 
 
 def experiment(algorithm: str) -> Experiment:

@@ -340,7 +340,7 @@ def test_an_mlflow_run_that_is_gone_is_begun_anew(tmp_path: Path, monkeypatch: p
     assert [m.step for m in client.get_metric_history(found.info.run_id, "round/accepted")] == [2]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_cells_that_begin_together_share_a_new_store(tmp_path: Path) -> None:
     """Two processes at the first use of one SQLite file: both runs are there. (Unguarded, its tables break.)"""
     code = (

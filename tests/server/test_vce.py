@@ -75,7 +75,7 @@ def test_an_engine_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
     assert (status["status"], status["error"], status["exit_code"]) == ("failed", words, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", vce.RAY_PROCESSES)
 def test_ray_that_is_killed_ends_the_run(name: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from strategies.registry import REGISTRY
 from tests.strategies.test_table import over_grpc, under_vce
 from tests.support.faults import FaultyGrid, Ran, ran, run
 from tests.support.helpers import MIXED, NORMED
-from tests.support.today import drawn
+from tests.support.today import cells
 
 SIZES = {"0": (0, 0), "1": (1, 0), "2": (33, 3), "3": (65, 14), "4": (0, 4), "5": (2, 0)}
 """Client -> training and evaluation examples. Client 2 holds one class alone, and a last batch of one."""
@@ -94,15 +94,9 @@ def survives(algorithm: str, model: str, plan: Path, folder: Path) -> None:
     assert all(bool(torch.isfinite(v).all()) for v in (*state.state.values(), *state.buffers.values()))
 
 
-@pytest.mark.parametrize(("algorithm", "model"), drawn(CELLS, 16, "small clients"))
-def test_todays_algorithms_train_on_small_clients(algorithm: str, model: str, plan: Path, tmp_path: Path) -> None:
-    survives(algorithm, model, plan, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "model"), CELLS)
-def test_every_algorithm_trains_on_small_clients(algorithm: str, model: str, plan: Path, tmp_path: Path) -> None:
-    survives(algorithm, model, plan, tmp_path)
+@pytest.mark.parametrize("cell", cells(CELLS, 16, len(CELLS), "small clients", name="-".join))
+def test_every_algorithm_trains_on_small_clients(cell: tuple[str, str], plan: Path, tmp_path: Path) -> None:
+    survives(*cell, plan, tmp_path)
 
 
 def test_the_roll_holds_those_who_hold_nothing(plan: Path, tmp_path: Path) -> None:
@@ -205,8 +199,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
         yield link
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(600)
+@pytest.mark.rest
 def test_small_clients_in_every_engine(plan: Path, federation: SuperLink, tmp_path: Path) -> None:
     """SCAFFOLD with BatchNorm on a plan file: the same weights in process, in workers, over gRPC and under VCE."""
 

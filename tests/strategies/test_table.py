@@ -1,14 +1,12 @@
 """One table over all: every algorithm x model x local optimizer x participation.
 
 Each case learns, resumes bit for bit and gives the same weights in every engine, or is refused before round 1 where it
-has no meaning. Some cases a day are drawn for every run of the tests (FEDKEEL_DAY chooses the day); `pytest -m slow`
-runs all of them.
+has no meaning. One case of every algorithm is drawn for a day (FEDKEEL_DAY); `--suite=full` runs all of them.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +30,8 @@ from tests.server.rounds.test_resume import alike, stopped
 from tests.server.rounds.test_resume import grid as on_disk
 from tests.support.faults import ran
 from tests.support.helpers import MIXED, NORMED
-from tests.support.today import drawn
+from tests.support.patience import until
+from tests.support.today import cells, drawn
 
 CLIENTS, ROUNDS = 4, 8
 MODELS = {"digits": {"hidden": 32}, "cnn": {"model": "cnn", "width": 4}}
@@ -146,18 +145,19 @@ def check(case: Case, folder: Path) -> None:
     assert losses[-1] < 0.9 * 2.3, losses
     assert not any(record["dropped"] or record["void"] for record in straight.history)
     stopped(folder / "run", settings, 3)
-    alike(ran(folder / "run", settings, on_disk(folder / "run"), resume=True), straight)
+    resumed = ran(folder / "run", settings, on_disk(folder / "run"), resume=True)
+    assert resumed.said == ["resuming after round 3"]
+    alike(resumed, straight)
 
 
-@pytest.mark.parametrize("case", drawn(ALLOWED, 24, "in process") + OWN, ids=lambda case: case.id)
-def test_todays_cases(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path)
+def test_every_algorithm_has_a_case() -> None:
+    assert {case.algorithm for case in ALLOWED + OWN} == set(REGISTRY)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.parametrize("case", ALLOWED, ids=lambda case: case.id)
-def test_all_cases(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", cells(ALLOWED + OWN, 1, 2, "in process", name=lambda case: case.id, key=lambda case: case.algorithm)
+)
+def test_cases(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
@@ -187,11 +187,10 @@ def engines(cases: list[Case], federation: SuperLink, folder: Path) -> None:
 
 def over_grpc(settings: Experiment, federation: SuperLink, place: Path) -> str:
     """The final weights of a run between processes."""
-    folder, end = RunFolder(place), time.monotonic() + 120
+    folder = RunFolder(place)
     federation.control.submit(ROOT, {"experiment-toml": settings.toml(), "run-dir": str(place)})
-    while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
-        time.sleep(0.05)
-    if status == "failed":
+    until(lambda: folder.status().get("status") in ("finished", "failed"), "the run", 120)
+    if folder.status()["status"] == "failed":
         raise failure(folder)
     return str(folder.status()["sha256"])
 
@@ -215,13 +214,14 @@ def under_vce(few: dict[Case, Experiment], place: Path) -> dict[str, str]:
     return got
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(600)
+@pytest.mark.rest
 def test_todays_engines(federation: SuperLink, tmp_path: Path) -> None:
     engines(drawn(ALLOWED, 4, "engines"), federation, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_all_engines(federation: SuperLink, tmp_path: Path) -> None:

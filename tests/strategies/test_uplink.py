@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from strategies.registry import REGISTRY, settled
 from tests.server.rounds.test_resume import alike, digits, grid, stopped
 from tests.support.faults import FaultyGrid, fail, lies, put, ran, toy
 from tests.support.helpers import Simulation, experiment, problem
+from tests.support.today import cells
 
 ADDED_UP = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant"}
 """Algorithms that send an "increment"."""
 
 LOSSY = ("top-k", "random-k", "sign", "int8", "bfloat16", "float16")
+CELLS = [(algorithm, up) for algorithm in REGISTRY for up in LOSSY]
 
 
 def squeezed(strategy: str, up: str, **given: Any) -> Experiment:
@@ -60,11 +63,13 @@ def test_bytes_are_those_of_what_was_sent(up: str, feedback: str, tmp_path: Path
     assert saved[1:] == [5 * (56 - later)] * 2
 
 
-@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
-@pytest.mark.parametrize("up", LOSSY)
-def test_scaffold_still_reaches_the_minimizer(up: str, feedback: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cell", cells([(up, way) for up in LOSSY for way in ("ef14", "ef21")], 3, 12, "minimizer", name="-".join)
+)
+def test_scaffold_still_reaches_the_minimizer(cell: tuple[str, str], tmp_path: Path) -> None:
     """Full participation on three quadratics: what is left behind arrives later, so that SCAFFOLD's deltas and changes
     of control go to zero as without compression; and what compressors lose shrinks with what they are given."""
+    up, feedback = cell
     compression = {"up": up, "ratio": 0.5, "feedback": feedback}
     server = {"lr": 0.3} if up in ("sign", "random-k") else {}
     run = Simulation(
@@ -169,10 +174,10 @@ def test_the_norm_is_that_of_what_arrives(tmp_path: Path) -> None:
     assert run.dropped(2)["1"].startswith("norm: delta has norm")
 
 
-@pytest.mark.parametrize("up", LOSSY)
-@pytest.mark.parametrize("algorithm", REGISTRY)
-def test_every_algorithm_runs_compressed(algorithm: str, up: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", cells(CELLS, 1, 6, "uplink", name="-".join, key=itemgetter(0)))
+def test_every_algorithm_runs_compressed(cell: tuple[str, str], tmp_path: Path) -> None:
     """Everything that each of them sends, with a client sampled now and then; and the same in a second run."""
+    algorithm, up = cell
     settings = squeezed(algorithm, up, rounds=4, round={"sample": 3})
     if up in ("top-k", "random-k", "sign"):
         assert settled(settings)[0].memory_kind(settings) != "none"

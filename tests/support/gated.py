@@ -22,6 +22,7 @@ from common.data.examples import ClientData, Examples
 from common.experiment import PartitionSettings
 from common.files import write_atomically
 from common.tasks.base import Task
+from tests.support.patience import until
 
 VARIABLE = "FEDKEEL_GATES"
 
@@ -44,10 +45,7 @@ class Gates:
 
     def wait(self, name: str, phase: Phase, limit_s: float = 60.0) -> None:
         """Until the process is held."""
-        end = time.monotonic() + limit_s
-        while not (self.folder / f"{name}.{phase}.here").exists():
-            assert time.monotonic() < end, f"{name} has not come to {phase}"
-            time.sleep(0.005)
+        until((self.folder / f"{name}.{phase}.here").exists, f"{name} comes to {phase}", limit_s)
 
     def open(self, name: str, phase: Phase) -> None:
         """Let it go on, or forget it if it was killed there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,23 +18,17 @@ from common import vector
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.deploy.clients import Clients, start_clients
-from server.deploy.processes import free_ports
+from server.deploy.processes import held_ports
 from server.deploy.superlink import SuperLink
 from server.rounds.checkpoint import Checkpoint, read
 from server.rounds.folder import RunFolder
+from tests.support.children import OWNER, carrying, environment
 from tests.support.gated import VARIABLE, Gates
 from tests.support.helpers import Simulation
+from tests.support.patience import until
 from tests.support.proxy import Proxy
 
 MARK = "FEDKEEL_TEST"
-
-
-def until(true: Callable[[], object], what: str, limit_s: float = 90.0) -> None:
-    """Wait for it, with a limit."""
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, f"waited {limit_s:g} s in vain: {what}"
-        time.sleep(0.02)
 
 
 def experiment(
@@ -55,28 +49,9 @@ def experiment(
     )
 
 
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Of the processes that are started meanwhile."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
-
-
 def left_behind(mark: str) -> list[psutil.Process]:
     """Living processes that carry the mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return carrying(MARK, mark)
 
 
 class Federation:
@@ -89,7 +64,7 @@ class Federation:
         self.folder = folder
         self.names = names
         self.gates = Gates(folder / "gates")
-        self.control_port, self.fleet_port = free_ports(2)
+        self.control_port, self.fleet_port = held_ports(2)
         self.clients: dict[str, Clients] = {}
         self.run_id = 0
         self._stack = ExitStack()
@@ -132,7 +107,7 @@ class Federation:
     def _environment(self) -> Iterator[None]:
         # The server app runs from the bundle, which has no tests: it finds the task by the path.
         gates, path = {VARIABLE: str(self.gates.folder)}, {"PYTHONPATH": str(ROOT)}
-        with environment(**{MARK: str(self.folder)}, **gates, **path):
+        with environment(**{MARK: str(self.folder), OWNER: str(self.folder)}, **gates, **path):
             yield
 
     # --- clients
@@ -206,11 +181,12 @@ class Federation:
 
     def finish(self, folder: RunFolder, limit_s: float = 120.0) -> list[dict[str, Any]]:
         """Wait for the end of the run; returns its history."""
-        end = time.monotonic() + limit_s
-        while folder.status().get("status") != "finished":
-            assert time.monotonic() < end, f"no end: {folder.status()}\n{self._log()}\n{folder.notes()[-5:]}"
+
+        def ended() -> bool:
             assert folder.status().get("status") != "failed", f"{folder.status()}\n{self._log()}"
-            time.sleep(0.02)
+            return folder.status().get("status") == "finished"
+
+        until(ended, lambda: f"no end: {folder.status()}\n{self._log()}\n{folder.notes()[-5:]}", limit_s)
         return folder.history()
 
     def _log(self) -> str:

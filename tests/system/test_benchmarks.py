@@ -24,6 +24,7 @@ def test_cohort(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 def test_gpu_simulate_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bare loop does the engine's own work: its weights are ours to rounding."""
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
@@ -43,6 +44,7 @@ def test_gpu_simulate_needs_rounds_after_the_first(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 def test_the_datas_part_of_a_round(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

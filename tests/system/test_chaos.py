@@ -23,9 +23,10 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.support.faults import ran
 from tests.support.gated import Phase
-from tests.support.processes import Federation, check, experiment, until
+from tests.support.patience import until
+from tests.support.processes import Federation, check, experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 SIZE = 50_000
 VECTOR = 4 * SIZE  # bytes
@@ -142,6 +143,7 @@ def test_killed_in_each_phase_and_started_again(federation: Federation, folder: 
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_killed_and_the_others_go_on(federation: Federation, folder: RunFolder) -> None:
     """With a quorum of one the round closes without the killed clients, which come back later with their old memory."""
     settings = experiment(8, quorum=1, deadline_s=2, size=SIZE)
@@ -172,6 +174,7 @@ def test_killed_and_the_others_go_on(federation: Federation, folder: RunFolder) 
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_stopped_and_continued_in_the_round(federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """SIGSTOP in each phase and SIGCONT half a second later: no round is void."""
     settings = experiment(2 * len(PHASES) + 1, quorum=3, deadline_s=60, size=SIZE)
@@ -191,6 +194,7 @@ def test_stopped_and_continued_in_the_round(federation: Federation, folder: RunF
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_stopped_beyond_the_deadline(federation: Federation, folder: RunFolder) -> None:
     """SIGSTOP in each phase until the round is over: its reply is late and dropped, its memory unused."""
     settings = experiment(5 * len(PHASES), quorum=2, deadline_s=2, size=SIZE)
@@ -210,6 +214,7 @@ def test_stopped_beyond_the_deadline(federation: Federation, folder: RunFolder) 
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_one_leaves_and_another_joins(federation: Federation, folder: RunFolder) -> None:
     """SIGTERM of a client that trains: it answers first, then leaves; a new one is put on the roll in mid-run."""
     settings = experiment(9, quorum=2, deadline_s=4, size=SIZE)
@@ -273,6 +278,7 @@ def test_server_app_killed_and_resumed(federation: Federation, folder: RunFolder
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_superlink_killed_and_resumed(federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """SIGKILL of the SuperLink and all its processes, once while clients train and once while one uploads. It starts
     again on the same ports with nothing of its own; the clients, alive all the time, join it and the run goes on."""
@@ -299,6 +305,7 @@ def test_superlink_killed_and_resumed(federation: Federation, folder: RunFolder,
 # --- the network
 
 
+@pytest.mark.rest
 def test_connections_cut_and_refused(federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """All connections are reset in each phase of client 1, and new ones refused for a second."""
     settings = experiment(2 * len(PHASES) + 1, quorum=3, deadline_s=20, size=SIZE)
@@ -319,6 +326,7 @@ def test_connections_cut_and_refused(federation: Federation, folder: RunFolder, 
 
 
 @pytest.mark.parametrize("deadline_s", [30.0, 2.0])
+@pytest.mark.rest
 def test_network_stalls(deadline_s: float, federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """Nothing passes for four seconds in the middle of an upload, and then between two rounds. Within the deadline
     nothing is lost; beyond it the other two close the round and the late reply is dropped."""
@@ -343,6 +351,7 @@ def test_network_stalls(deadline_s: float, federation: Federation, folder: RunFo
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_one_megabyte_a_second(federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """A model of 1.5 MB, of which SCAFFOLD sends two each way: rounds of six seconds, none of them lost."""
     settings = experiment(2, quorum=3, deadline_s=40, size=375_000)
@@ -356,6 +365,7 @@ def test_one_megabyte_a_second(federation: Federation, folder: RunFolder, tmp_pa
     check(settings, folder, federation.folder / "memory")
 
 
+@pytest.mark.rest
 def test_one_in_a_hundred_pieces_resets_its_connection(
     federation: Federation, folder: RunFolder, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.docker_helpers import IMAGE, TORCH, Federation, bundle_files, engine, shell, until
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.rest, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # All three in every round: a round that lacks one is void and tried again with the same three.
 KILLED = """

@@ -767,7 +767,7 @@ def test_nodes_files(tmp_path: Path) -> None:
         assert not ask().ok, text
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_running_superlink_is_asked(tmp_path: Path) -> None:
     with SuperLink(tmp_path / "link.log") as link:
         checks = server(superlink=link.control_address, run_dir=tmp_path / "run")

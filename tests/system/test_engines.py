@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +25,12 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from server.watch.follow import failure
 from strategies.registry import REGISTRY
+from tests.support.children import environment as environment_of
 from tests.support.helpers import ON_DIGITS
-from tests.support.today import drawn
+from tests.support.patience import limit, until
+from tests.support.today import cells
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 UNEVEN = "uneven"
 """SCAFFOLD with clients of unequal speed and presence."""
@@ -62,6 +63,7 @@ def experiment(algorithm: str) -> Experiment:
         local.epochs = 2
         round.sample = 3
         round.deadline_s = {DEADLINE_S}
+        evaluate.every = 4
         {more}
         """
     )
@@ -87,30 +89,34 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
     """A SuperLink and six resident client processes."""
     folder = tmp_path_factory.mktemp("grpc")
     with (
+        environment_of(PYTHONPATH=str(ROOT)),  # the bundle of `many` has nothing of its own
         SuperLink(folder / "superlink.log") as link,
         start_clients(link.fleet_address, NAMES, memory_root=folder / "memory", log_dir=folder),
     ):
         yield link
 
 
-TODAY = {"scaffold", "hafedho", UNEVEN, *drawn(list(REGISTRY), 6, "grpc")}
+def test_grpc_in_one_server_app(federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
+    """Over gRPC between processes: one server app, which is loaded once, runs every algorithm with the same clients."""
+    for name in CASES:
+        (tmp_path / f"{name}.toml").write_text(experiment(name).toml(), "utf-8")
+    run_id = federation.control.submit(ROOT / "tests" / "support" / "standin" / "many", {"folder": str(tmp_path)})
+    until(lambda: federation.control.status(run_id).over, "all runs", 2 * DEADLINE_S)
+    assert federation.control.status(run_id).completed, federation.control.log(run_id)[-3000:]
+    assert {name: RunFolder(tmp_path / name).status()["sha256"] for name in CASES} == in_process
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name in TODAY else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("algorithm", cells(CASES, 1, 9, "grpc"))
 def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
-    """Over gRPC between processes; the same clients serve one run after the other. Some algorithms a day."""
+    """The same through the real server app, one for each run."""
     folder = RunFolder(tmp_path)
     config: dict[str, str | int | float | bool] = {
         "experiment-toml": experiment(algorithm).toml(),
         "run-dir": str(tmp_path),
     }
     federation.control.submit(ROOT, config)
-    end = time.monotonic() + DEADLINE_S
-    while (status := folder.status().get("status")) not in ("finished", "failed") and time.monotonic() < end:
-        time.sleep(0.1)
-    if status == "failed":
+    until(lambda: folder.status().get("status") in ("finished", "failed"), "the run", DEADLINE_S)
+    if folder.status()["status"] == "failed":
         raise failure(folder)
     assert folder.status()["sha256"] == in_process[algorithm]
 
@@ -134,6 +140,7 @@ def test_vce(in_process: dict[str, str], tmp_path: Path) -> None:
     assert got == in_process
 
 
+@pytest.mark.rest
 def test_flwr_run(in_process: dict[str, str], tmp_path: Path) -> None:
     """Plain `flwr run` with Flower's default of two virtual nodes for six clients."""
     text = tmp_path / "experiment.toml"
@@ -148,7 +155,7 @@ def test_flwr_run(in_process: dict[str, str], tmp_path: Path) -> None:
     command[1:3] = ["-c", "from flwr.cli.app import app; app()"]
     family = Family(command, environ, tmp_path / "log", tmp_path)
     try:
-        family.process.wait(timeout=DEADLINE_S * 2)
+        family.process.wait(timeout=limit(DEADLINE_S * 2))
     except subprocess.TimeoutExpired:
         pytest.fail(family.tail(40))
     finally:

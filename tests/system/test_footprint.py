@@ -52,6 +52,7 @@ def model_sized() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 def test_thirty_rounds_without_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between rounds 10 and 30 the process grows by no more than the memories of clients seen for the first time.
 

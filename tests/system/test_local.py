@@ -19,8 +19,10 @@ from common.flower import ROOT
 from server.app import run
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support.patience import limit, until
+from tests.support.today import cells
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TEXT = """
 name = "local"
@@ -41,7 +43,7 @@ def start(experiment: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
 
 def left_behind(folder: Path) -> list[str]:
     """Command lines of processes that carry the mark, after a moment to die in."""
-    end = time.monotonic() + 15
+    end = time.monotonic() + limit(15)
     while found := [line for process in psutil.process_iter() if (line := _marked(process, folder))]:
         if time.monotonic() > end:
             return found
@@ -60,10 +62,8 @@ def _marked(process: psutil.Process, folder: Path) -> str:
 
 def wait_for_round(folder: Path, round: int) -> None:
     """Until the history has this round."""
-    end = time.monotonic() + 120
-    while not any(record["round"] >= round for record in RunFolder(folder).history()):
-        assert time.monotonic() < end, RunFolder(folder).status()
-        time.sleep(0.05)
+    done = RunFolder(folder)
+    until(lambda: any(record["round"] >= round for record in done.history()), lambda: str(done.status()), 120)
 
 
 def test_runs_to_its_end(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_runs_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "experiment.toml").write_text(text, "utf-8")
     folder = tmp_path / "run"
     process = start(tmp_path / "experiment.toml", folder)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=limit(200))
     assert process.returncode == 0, output
     assert left_behind(folder) == []
     assert "accuracy" in output
@@ -88,7 +88,9 @@ def test_runs_to_its_end(tmp_path: Path) -> None:
 EXIT_CODES = {(signal.SIGINT,): 130, (signal.SIGTERM,): 0, (signal.SIGTERM, signal.SIGTERM): 130, (signal.SIGKILL,): -9}
 
 
-@pytest.mark.parametrize("how", EXIT_CODES, ids=lambda how: "+".join(each.name for each in how))
+@pytest.mark.parametrize(
+    "how", cells(list(EXIT_CODES), 1, 4, "signals", name=lambda how: "+".join(each.name for each in how))
+)
 def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM once (the round in hand is finished or void) or twice (at once) or SIGKILL of the command ends
     every process; `--resume` then gives the uninterrupted weights, with each round once in the history."""
@@ -100,13 +102,13 @@ def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) ->
     for each in how:
         process.send_signal(each)
         time.sleep(0.3)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=limit(60))
     assert process.returncode == EXIT_CODES[how], output
     assert "Traceback" not in output
     assert ("stopped after round" in output) is (how == (signal.SIGTERM,)), output
     assert left_behind(folder) == []
     process = start(tmp_path / "experiment.toml", folder, "--resume")
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=limit(200))
     assert process.returncode == 0, output
     assert left_behind(folder) == []
     history = RunFolder(folder).history()
@@ -115,7 +117,7 @@ def test_stopped_and_resumed(how: tuple[signal.Signals, ...], tmp_path: Path) ->
     assert history[-1]["sha256"] == expected["sha256"], json.dumps(history[-1])
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", cells(["1", "2"], 1, 2, "workers"))
 def test_a_simulation_that_is_asked_to_stop(workers: str, tmp_path: Path) -> None:
     """SIGTERM: exit code 0 within the grace, and the same weights after `--resume`."""
     text = TEXT.format(rounds=6, epochs=40)
@@ -126,11 +128,11 @@ def test_a_simulation_that_is_asked_to_stop(workers: str, tmp_path: Path) -> Non
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         wait_for_round(folder, 2)
         process.terminate()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=limit(60))
     assert process.returncode == 0, output
     assert "stopped after round" in output
     assert RunFolder(folder).status()["status"] == "stopped"
-    ended = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=limit(200))
     assert ended.returncode == 0, ended.stderr
     expected = run(InProcessGrid(app), Experiment.parse(text), RunFolder(tmp_path / "inprocess"))
     assert RunFolder(folder).history()[-1]["sha256"] == expected["sha256"]

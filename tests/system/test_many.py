@@ -20,6 +20,7 @@ from server.deploy.processes import Family, stop
 from server.deploy.superlink import SuperLink
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support.patience import limit
 
 TEXT = """
 name = "many"
@@ -39,7 +40,8 @@ def host(link: SuperLink, folder: Path, names: Sequence[int]) -> Family:
     return Family(command, flower.environment(), folder / f"clients-{names[0]}.log", ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.rest
 @pytest.mark.timeout(300)
 def test_two_processes_host_twelve_clients(tmp_path: Path) -> None:
     """One TCP connection a process, a memory folder a client; the sha256 of the in-process run."""
@@ -48,7 +50,7 @@ def test_two_processes_host_twelve_clients(tmp_path: Path) -> None:
         families = [host(link, tmp_path, range(first, 12, 2)) for first in (0, 1)]
         try:
             link.control.submit(ROOT, {"experiment-toml": TEXT, "run-dir": str(folder.path)})
-            end = time.monotonic() + 200
+            end = time.monotonic() + limit(200)
             connections = 0
             while folder.status().get("status") not in ("finished", "failed"):
                 assert time.monotonic() < end, folder.status()

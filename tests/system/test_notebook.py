@@ -27,7 +27,8 @@ def test_the_notebook_is_committed_with_outputs() -> None:
     assert not re.search(r"/(home|root|tmp|work|Users)/|C:\\\\", NOTEBOOK.read_text("utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.rest
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, in an empty folder: a frame with a history, one of the plan's means, a picture."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

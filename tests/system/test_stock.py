@@ -21,13 +21,14 @@ from common.deploy.addresses import answers
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.deploy.control import Control
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.support.faults import ran
-from tests.support.processes import MARK, check, left_behind, until
+from tests.support.patience import limit, until
+from tests.support.processes import MARK, check, left_behind
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.rest, pytest.mark.processes, pytest.mark.timeout(400)]
 
 NAMES = ("0", "1")
 BIN = Path(sys.executable).parent
@@ -53,7 +54,7 @@ class Stock:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        control, fleet, *nodes = free_ports(2 + len(NAMES))
+        control, fleet, *nodes = held_ports(2 + len(NAMES))
         self.control = f"127.0.0.1:{control}"
         self.environ = flower.environment() | {
             "FLWR_HOME": str(folder / "home"),
@@ -86,7 +87,7 @@ class Stock:
         file.write_text(experiment.toml(), "utf-8")
         config = f'experiment="{file}" run-dir="{folder}" resume={str(resume).lower()}'
         command = [str(BIN / "flwr"), "run", ".", "test", "--run-config", config, "--stream"]
-        done = subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, timeout=limit(180))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -40,7 +40,7 @@ from server.engines.grid import CLIENT_APP
 from server.rounds.folder import RunFolder
 from tests.support.helpers import problem
 from tests.support.helpers import write as write_quadratic
-from tests.support.processes import until
+from tests.support.patience import limit, until
 
 Tables = dict[str, Any]
 
@@ -481,7 +481,7 @@ def reference(tables: Tables) -> Iterator[dict[str, str]]:
     yield wanted
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
     """The others run on, also in its successor; run again, the cell goes on to the weights that it would have had."""
     tables = planned(base=SLOW, variants=TWO, seeds=[0, 1])
@@ -523,8 +523,15 @@ def started(*words: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+ENDINGS = [
+    (signal.SIGINT, 130),
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.rest),
+    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.rest),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("sent", "code"), ENDINGS)
 def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: int) -> None:
     """It ends within seconds, its children with it, also if it is killed; run again it reaches the same weights."""
     import tomli_w
@@ -537,10 +544,10 @@ def test_a_comparison_that_is_ended_goes_on_later(sent: signal.Signals, code: in
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 2
         process.send_signal(sent)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=limit(20))
         assert process.returncode == code, output
         assert ("stopped; run it again to go on" in output) == (sent != signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=limit(5))
         assert not alive
         if sent != signal.SIGKILL:
             assert {cell["status"] for cell in read("cells.json")["cells"]} == {"stopped"}
@@ -554,7 +561,7 @@ def test_a_worker_that_cannot_start_fails_cells_with_its_reason(monkeypatch: pyt
     monkeypatch.setattr("server.engines.workers.sys.executable", "/bin/false")
     pool = ProcessPool(["cpu"], Path("workers.log"))
     try:
-        told = [pool.submit(Job("f", "", {}, CLIENT_APP, "cpu")).result(timeout=20) for _ in range(2)]
+        told = [pool.submit(Job("f", "", {}, CLIENT_APP, "cpu")).result(timeout=limit(20)) for _ in range(2)]
     finally:
         pool.close()
     assert [answer["error"] for answer in told] == ["its worker process died: exit code 1, see workers.log"] * 2
@@ -568,7 +575,8 @@ def test_devices_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices("cpu", 2) == ["cpu", "cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.rest
 def test_on_a_ray_cluster() -> None:
     """The same weights, and a cell that fails does not end the rest; no cluster is told."""
     variants = [*TWO, {"name": "wild", "local.lr": 1e300}]

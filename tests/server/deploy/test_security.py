@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +21,12 @@ from common.experiment import Experiment
 from common.flower import ROOT
 from server.app import run
 from server.deploy import certs, nodes
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support.patience import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 TEXT = """
 name = "secure"
@@ -45,7 +45,7 @@ class Federation:
 
     def __init__(self, folder: Path, text: str, *more: str) -> None:
         self.folder, self.families = folder, dict[str, Family]()
-        self.fleet, self.control = free_ports(2)
+        self.fleet, self.control = held_ports(2)
         self.nodes, self.experiment = folder / "nodes.toml", folder / "experiment.toml"
         self.experiment.write_text(text)
         for name in ("0", "1"):
@@ -78,10 +78,7 @@ class Federation:
         return log.read_text("utf-8", "replace") if log.exists() else ""
 
     def wait(self, true: Callable[[], object], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < end, {label: family.tail() for label, family in self.families.items()}
-            time.sleep(0.1)
+        until(true, lambda: {label: family.tail() for label, family in self.families.items()}, seconds)
 
     def code(self, label: str, seconds: float = 120) -> int:
         self.wait(lambda: not self.families[label].running, seconds)
@@ -152,6 +149,7 @@ def test_only_those_who_belong_get_in_and_the_weights_are_the_same(tmp_path: Pat
     assert history[-1]["sha256"] == expected["sha256"]
 
 
+@pytest.mark.rest
 def test_a_site_that_is_removed_is_shut_out_and_the_others_go_on(tmp_path: Path) -> None:
     with federation(tmp_path, rounds=100000, epochs=3, quorum=1) as here:
         for name in ("0", "1"):

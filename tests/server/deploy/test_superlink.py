@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,12 @@ from common import flower
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.app import run
-from server.deploy.processes import Family, free_ports, stop
+from server.deploy.processes import Family, free_ports, held_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support import patience
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TEXT = """
 name = "long"
@@ -34,10 +34,7 @@ local.epochs = 20
 
 
 def until(true: Callable[[], object], seconds: float, *families: Family) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, [family.tail() for family in families]
-        time.sleep(0.1)
+    patience.until(true, lambda: [family.tail() for family in families], seconds)
 
 
 def health(port: int) -> dict[str, object] | None:
@@ -68,7 +65,8 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     """SIGTERM: the round in hand is finished, both commands end, the run's with 1, for a supervisor to try again. The
     clients stay. The next command goes on where the first one was. It is killed, and another one watches the run to its
     end, with the weights of one process; one more finds nothing to do."""
-    fleet, control, watch = free_ports(3)
+    fleet, control = held_ports(2)
+    [watch] = free_ports(1)
     experiment, folder = tmp_path / "experiment.toml", RunFolder(tmp_path / "run")
     experiment.write_text(TEXT)
     ports = ["--fleet-port", str(fleet), "--control-port", str(control), "--metrics", str(watch)]
@@ -114,8 +112,10 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     assert history[-1]["sha256"] == expected["sha256"]
 
 
+@pytest.mark.rest
 def test_a_state_has_one_superlink(tmp_path: Path) -> None:
-    fleet, control, other_fleet, other_control, watch = free_ports(5)
+    fleet, control, other_fleet, other_control = held_ports(4)
+    [watch] = free_ports(1)
     words = ["server", "superlink", "--state", str(tmp_path / "state")]
     with commands(tmp_path) as start:
         first = start(*words, "--fleet-port", str(fleet), "--control-port", str(control), "--metrics", str(watch))

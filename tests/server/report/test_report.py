@@ -524,6 +524,7 @@ def test_many_groups_are_drawn_grey_but_for_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 def test_a_hundred_long_runs_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """100 runs of 500 rounds, 100 clients evaluated every fifth: under 20 s of a core and 6 MB."""
     generator = np.random.default_rng(0)

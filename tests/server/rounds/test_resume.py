@@ -1,4 +1,6 @@
-"""A run that was stopped, killed or damaged goes on to the weights that it would have had."""
+"""A run that was stopped, killed or damaged goes on to the weights that it would have had.
+
+That every algorithm does is part of the table over the registry, `tests/strategies/test_table.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from server.rounds.checkpoint import Checkpoints
 from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
 from strategies import registry
-from strategies.registry import REGISTRY, settled, written_out
+from strategies.registry import settled, written_out
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
 
@@ -80,17 +82,6 @@ def stopped(folder: Path, settings: Experiment, rounds: int = 5) -> Ran:
     assert isinstance(result.error, Stopped)
     assert len(result.history) == rounds
     return result
-
-
-@pytest.mark.parametrize("algorithm", REGISTRY)
-def test_stopped_and_resumed_is_straight(algorithm: str, tmp_path: Path) -> None:
-    """10 rounds = 5 rounds, stop, resume, 5 rounds: bit for bit in weights, moments, trackers and history."""
-    settings = digits(algorithm)
-    straight = ran(tmp_path / "straight", settings, grid(tmp_path / "straight"))
-    stopped(tmp_path / "run", settings)
-    resumed = ran(tmp_path / "run", settings, grid(tmp_path / "run"), resume=True)
-    assert resumed.said == ["resuming after round 5"]
-    alike(resumed, straight)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +302,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 # --- a real process
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_killed_processes(tmp_path: Path) -> None:
     """`server simulate`, killed twice by SIGKILL in the middle and resumed, the last time with two worker processes:

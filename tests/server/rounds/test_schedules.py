@@ -23,6 +23,7 @@ from strategies.scaffold import Scaffold
 from tests.support.corruption import MESSAGE, REPLY
 from tests.support.helpers import experiment
 from tests.support.schedules import DEADLINE_S, KINDS, Fault, Schedule, one_of_each, schedules
+from tests.support.today import cells
 from tests.support.world import World
 
 ALGORITHMS = ["scaffold", "fagc", "hafedho", "feddyn"]
@@ -70,7 +71,7 @@ def survived(algorithm: str, schedule: Schedule) -> World:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", ALGORITHMS + COMPRESSED)
+@pytest.mark.parametrize("algorithm", cells(ALGORITHMS + COMPRESSED, 2, 8, "schedules"))
 def test_random_schedules(algorithm: str) -> None:
     """Whatever happens: the run ends, the state fits, and the weights are those of its accepted sets.
 
