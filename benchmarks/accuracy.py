@@ -30,7 +30,7 @@ from server.compare.standings import TUNED
 from strategies.registry import REGISTRY, settled
 from tests.support.helpers import MIXED, NORMED
 
-SEEDS, TUNING_SEEDS = [0, 1], [100]
+SEEDS, TUNING_SEEDS = [0, 1, 2], [100]
 ROUNDS, EVERY, WINDOW = 60, 3, 5
 SGD = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
 ADAM = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2]

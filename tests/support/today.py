@@ -15,7 +15,7 @@ import pytest
 T = TypeVar("T")
 DAY = int(os.environ.get("FEDKEEL_DAY") or datetime.date.today().toordinal())
 
-REST_DAYS, FULL_DAYS = 8, 40
+REST_DAYS, FULL_DAYS = 5, 20
 """CI sees each test that is not of every day once in so many days: those marked `rest`, and the cells marked `full`."""
 
 

@@ -243,6 +243,7 @@ def test_one_leaves_and_another_joins(federation: Federation, folder: RunFolder)
 # --- the server
 
 
+@pytest.mark.rest
 def test_server_app_killed_and_resumed(federation: Federation, folder: RunFolder, tmp_path: Path) -> None:
     """SIGKILL of the server app while clients train, while one uploads, between a round's line and its checkpoint,
     after the checkpoint, and at its start. The clients stay; the resumed run ends as one that nobody touched."""

@@ -482,6 +482,7 @@ def reference(tables: Tables) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.processes
+@pytest.mark.rest
 def test_a_killed_worker_fails_its_cell_and_is_replaced() -> None:
     """The others run on, also in its successor; run again, the cell goes on to the weights that it would have had."""
     tables = planned(base=SLOW, variants=TWO, seeds=[0, 1])
