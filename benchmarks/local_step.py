@@ -72,9 +72,9 @@ def bare(task: Synthetic, steps: int, lr: float) -> Callable[[], None]:
     return run
 
 
-def federated(task: Synthetic, steps: int, batch: int, algorithm: str) -> Callable[[], None]:
-    """One client's `local` of an algorithm, with its memory from an earlier round."""
-    settings = LocalSettings(lr=0.01, steps=steps, batch_size=batch)
+def federated(task: Synthetic, steps: int, batch: int, algorithm: str, **local: Any) -> Callable[[], None]:
+    """One client's `local` of an algorithm, with its memory from an earlier round; `local`: further settings."""
+    settings = LocalSettings(lr=0.01, steps=steps, batch_size=batch, **local)
     experiment = Experiment(local=settings, strategy={"name": algorithm})  # type: ignore[arg-type]
     strategy, model = settled(experiment)[0], FlatModel(task.model())
     received = {name: value.clone() for name, value in strategy.broadcast(strategy.init(model.vector.clone())).items()}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from common import portable
+
+portable.start()  # before anything loads torch or numpy, which read what it sets
+
 import logging
 import os
 import signal
@@ -27,6 +31,7 @@ from client.commands.options import (
     Memory,
     Names,
     PolicyFile,
+    Portable,
     Server,
     errors,
 )
@@ -72,6 +77,7 @@ def join(
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
     ] = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Join a Flower server and train for it until stopped.
 
@@ -101,10 +107,12 @@ def join(
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose
+        from common.arithmetic import require
 
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
-        choose(device, gpu_memory_fraction)
+        chosen = choose(device, gpu_memory_fraction)
+        require("portable" if portably else "native", chosen)
         most = int(limits.max_message_mb * 1e6)
         clients = [replace(each, access=replace(each.access, most_bytes=most)) for each in clients]
         with _watched(metrics, name) as watch:

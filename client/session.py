@@ -18,6 +18,7 @@ from client.training.device import Staging, choose, free, settle
 from client.training.forward import Forward
 from client.training.work import local_steps
 from common import tasks
+from common.arithmetic import describe, require
 from common.compression.feedback import Codec
 from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
@@ -68,6 +69,7 @@ class Session:
         experiment = held.experiment if held and same else read_experiment(text)
         policy_of(context).check(experiment)
         settle(experiment.local)
+        require(experiment.local.arithmetic, target)
         if held is None or not same:
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
             strategy = settled(experiment)[0]
@@ -108,6 +110,7 @@ class Session:
             device=str(self.device),
             versions=VERSIONS,
             in_flight=in_flight,
+            arithmetic=describe(self.device),
         )
 
     def _check_loss(self, held: Sequence[ClientData]) -> None:

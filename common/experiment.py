@@ -103,6 +103,9 @@ class LocalSettings(Section):
     )
     channels_last: bool = Field(False, description="inputs of 4 dimensions in torch.channels_last")
     deterministic: bool = Field(False, description="only deterministic kernels: one answer on a GPU too")
+    arithmetic: Literal["native", "portable"] = Field(
+        "native", description="portable: one answer on every x86-64 processor with AVX2; see docs/arithmetic.md"
+    )
     # A server's word becomes threads at each site: too many end the process.
     threads: int = Field(1, ge=1, le=256, description="CPU threads of a client; part of the bit-equality promise")
 
@@ -313,6 +316,11 @@ class Experiment(Section):
         kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tracking"})
         return json.dumps(kept, sort_keys=True)
 
+    def portable(self) -> Experiment:
+        """The same experiment in portable arithmetic."""
+        local = self.local.model_copy(update={"arithmetic": "portable"})
+        return self.model_copy(update={"local": local})
+
     @property
     def identity(self) -> str:
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
@@ -322,4 +330,6 @@ class Experiment(Section):
         """
         free = {"evaluate", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
+        if self.local.arithmetic == "native":
+            del kept["local"]["arithmetic"]  # a run from before there was a choice goes on
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

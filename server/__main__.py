@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from common import portable
+
+portable.start()  # before anything loads torch or numpy, which read what it sets
+
 from collections.abc import Callable
 
 import typer

@@ -22,8 +22,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import flower
+from common import flower, portable
 
+portable.start([])  # before torch and numpy are imported, which read what it sets
 flower.prepare()  # before flwr is imported, which reads it
 
 import tomli_w  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from common import flower
+from common import arithmetic, flower
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
@@ -93,6 +93,7 @@ def run(
             if caution := getattr(grid, "caution", ""):
                 told(caution)
             torch.set_num_threads(experiment.local.threads)
+            arithmetic.require(experiment.local.arithmetic)
             prepared = assemble(strategy, experiment)
             bound_replies(prepared)
             with Trackers(prepared.experiment, folder.path, told) as tracking:

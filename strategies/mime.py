@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.arithmetic import sqrt, sqrt_
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.vector import State
@@ -119,11 +120,12 @@ class MimeLite(FederatedStrategy):
         scale1, scale2 = (1 - beta**count if self.bias_correction else 1.0 for beta in (self.beta1, self.beta2))
         first, new = s["momentum"] * (self.beta1 / scale1), (1 - self.beta1) / scale1
         second, more = s["square"] * (self.beta2 / scale2), (1 - self.beta2) / scale2
-        root = s["square"].sqrt().add_(self.eps)
+        root = sqrt(s["square"]).add_(self.eps)
 
         def direct(gradient: Tensor) -> None:
             if self.denominator == "stepped":
-                torch.addcmul(second, gradient, gradient, value=more, out=root).sqrt_().add_(self.eps)
+                torch.addcmul(second, gradient, gradient, value=more, out=root)
+                sqrt_(root).add_(self.eps)
             gradient.mul_(new).add_(first).div_(root)
 
         return direct

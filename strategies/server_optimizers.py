@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.arithmetic import sqrt
 from common.experiment import ServerSettings
 from common.vector import State
 
@@ -62,10 +63,10 @@ def step(settings: ServerSettings, state: State, change: Tensor) -> State:
         second = state[SECOND].mul(settings.beta2).add_(square, alpha=1 - settings.beta2)
     if name == "ams":
         largest = torch.maximum(state[LARGEST], second)
-        model = model.addcdiv(first, largest.sqrt(), value=eta)
+        model = model.addcdiv(first, sqrt(largest), value=eta)
         return {"model": model, FIRST: first, SECOND: second, LARGEST: largest}
     return {
-        "model": model.addcdiv(first, second.sqrt().add_(settings.tau), value=eta),
+        "model": model.addcdiv(first, sqrt(second).add_(settings.tau), value=eta),
         FIRST: first,
         SECOND: second,
     }

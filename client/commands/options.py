@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from common import flower
+from common import flower, portable
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
@@ -59,6 +59,9 @@ Memory = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where to train: cpu, auto, cuda, cuda:1, ...")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow a plain connection to another machine.")]
+Portable = Annotated[
+    bool, typer.Option(portable.OPTION, help="Compute the same bits as any AVX2 processor; docs/arithmetic.md.")
+]
 Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
 
 

@@ -29,11 +29,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import portable
+from common.arithmetic import ExactRoots, sqrt
 from common.errors import SettingsError
 from common.experiment import LocalSettings
 from common.vector import Slot, State
@@ -53,6 +56,7 @@ class LocalOptimizer:
         self, settings: LocalSettings, vector: Tensor, gradient: Tensor, lr: float, matrices: Sequence[Slot] = ()
     ) -> None:
         self._parts: dict[str, torch.optim.Optimizer] = {}
+        self._foreign_roots = settings.optimizer == "soap" and portable.active()
         if settings.optimizer not in MATRIX_OPTIMIZERS:
             self._parts["vector"] = _whole(settings, [_leaf(vector, gradient)], lr)
             return
@@ -69,8 +73,9 @@ class LocalOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """One step from the present gradient, in place."""
-        for optimizer in self._parts.values():
-            inspect.unwrap(type(optimizer).step)(optimizer)  # torch's wrapper imports torch.compile: see `_bare`
+        with ExactRoots() if self._foreign_roots else nullcontext():
+            for optimizer in self._parts.values():
+                inspect.unwrap(type(optimizer).step)(optimizer)  # torch's wrapper imports torch.compile: see `_bare`
 
     def decay(self, factor: float) -> None:
         """Multiply the rates of the steps to come."""
@@ -144,7 +149,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
                 second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 if group["amsgrad"]:
                     second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
-                leaf.addcdiv_(state["exp_avg"], second.sqrt().add_(group["eps"]), value=-group["lr"])
+                leaf.addcdiv_(state["exp_avg"], sqrt(second).add_(group["eps"]), value=-group["lr"])
 
 
 class NormalizedGradient(torch.optim.Optimizer):
@@ -220,6 +225,8 @@ def _adam(settings: LocalSettings, leaves: list[nn.Parameter], lr: float, *, dec
     }
     if not settings.bias_correction:
         return UncorrectedAdam(leaves, given | {"decoupled": decoupled})
+    if portable.active():
+        given["fused"] = True  # the other way takes torch's square root
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(leaves, foreach=False, **given)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from common import flower
+from common import flower, portable
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
@@ -47,6 +47,9 @@ Metrics = Annotated[
 ]
 
 
+Portable = Annotated[
+    bool, typer.Option(portable.OPTION, help="As local.arithmetic = 'portable': one answer on any AVX2 processor.")
+]
 Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common import portable
 from common.deploy.addresses import LOOPBACK
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
@@ -29,6 +30,7 @@ from server.commands.options import (
     Insecure,
     Metrics,
     NodesFile,
+    Portable,
     Resume,
     RunDir,
     Seed,
@@ -67,6 +69,7 @@ def simulate(
     gpus: Gpus = 1.0,
     cohort: Cohort = None,
     grace: Grace = GRACE_S,
+    portably: Portable = False,
 ) -> None:
     """Run all clients on this machine without a server.
 
@@ -79,7 +82,7 @@ def simulate(
         from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
-        settings, folder = _open(experiment, run_dir, resume, seed)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
         with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
             if engine is Engine.flower:
                 from server.engines import vce
@@ -111,6 +114,7 @@ def local(
     seed: Seed = None,
     device: Device = "cpu",
     grace: Grace = GRACE_S,
+    portably: Portable = False,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
     with errors():
@@ -119,7 +123,7 @@ def local(
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
-        settings, folder = _open(experiment, run_dir, resume, seed)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably)
         if not (names := prepare(settings).task.names()):
             raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
@@ -153,6 +157,7 @@ def run(
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Run an experiment with clients that join from elsewhere, and show its rounds.
 
@@ -165,7 +170,7 @@ def run(
         from server.rounds.prepare import prepare
         from server.watch.viewers import watched
 
-        settings, folder = _open(experiment, run_dir, resume, seed, resume_or_start)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
         resume = resume or (resume_or_start and folder.holds_run())
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
         control = federation.running_link(superlink, ca, options) if superlink else None
@@ -190,6 +195,7 @@ def superlink(
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
+    portably: Portable = False,
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
     with errors(log_format):
@@ -203,13 +209,17 @@ def superlink(
 
 
 def _open(
-    path: Path, run_dir: Path | None, resume: bool, seed: int | None, either: bool = False
+    path: Path, run_dir: Path | None, resume: bool, seed: int | None, portably: bool, either: bool = False
 ) -> tuple[Experiment, RunFolder]:
     from common.partition import split_cache
     from server.rounds.folder import RunFolder, choose_folder
 
-    split_cache.share()
     settings = Experiment.load(path)
+    if portably or portable.complete():
+        settings = settings.portable()
+    if settings.local.arithmetic == "portable":
+        portable.ensure()
+    split_cache.share()
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})
     if either and run_dir is None:

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from common import portable
 from common.experiment import Experiment
 from server.commands.options import (
     Device,
     File,
+    Portable,
     Seed,
     errors,
 )
@@ -35,6 +37,7 @@ def compare(
         bool, typer.Option("--tidy", help="Keep no checkpoints and no client memory of finished cells.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the plan, print its cells and end.")] = False,
+    portably: Portable = False,
 ) -> None:
     """Run a grid of experiments and seeds, fair by construction. Run it again to go on: finished cells stay."""
     with errors():
@@ -44,6 +47,8 @@ def compare(
         from server.engines.grid import CLIENT_APP
 
         text, settings = Plan.read(plan)
+        if portably or portable.complete():
+            settings = settings.portable()
         if dry_run:
             typer.echo(bench.outline(settings))
             return

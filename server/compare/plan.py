@@ -107,6 +107,11 @@ class Plan(Section):
             return plan.model_copy(update={"base": tables_of(text_of(file, f"{source}: base"), str(file))})
         return plan
 
+    def portable(self) -> Plan:
+        """The same plan in portable arithmetic. The base has been read."""
+        assert isinstance(self.base, dict)
+        return self.model_copy(update={"base": merged(self.base, {"local": {"arithmetic": "portable"}})})
+
 
 @dataclass(frozen=True)
 class Cell:

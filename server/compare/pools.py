@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from common import portable
 from common.errors import SettingsError
 from common.flower import ROOT
 from server.compare.cell import Job, Outcome, outcome, quiet
@@ -41,12 +42,14 @@ class Pool(Protocol):
 class ProcessPool:
     """Worker processes, each with its own device of `devices`; one that dies fails its cell and is replaced.
 
-    They end when this process does, also if it is killed. What they print goes to the file `log`.
+    They end when this process does, also if it is killed. What they print goes to the file `log`. `portably`: in
+    portable arithmetic, whatever this process computes in.
     """
 
-    def __init__(self, devices: list[str], log: Path) -> None:
+    def __init__(self, devices: list[str], log: Path, portably: bool = False) -> None:
         self.size = len(devices)
-        self._workers = Workers("server.compare.cell:runner", [[device] for device in devices], log)
+        variables = portable.ENVIRONMENT if portably else {}
+        self._workers = Workers("server.compare.cell:runner", [[device] for device in devices], log, variables)
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Hand a cell to the next idle worker."""
@@ -72,11 +75,12 @@ class RayPool:
     The project must lie at the same path on all its machines.
     """
 
-    def __init__(self, address: str, cpus: int, threads: int, gpus: float) -> None:
+    def __init__(self, address: str, cpus: int, threads: int, gpus: float, portably: bool = False) -> None:
         ray: Any = import_module("ray")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         passed = ("FEDKEEL_DATA", "FEDKEEL_CACHE", "FLWR_", "HF_HOME", "HF_HUB_OFFLINE")  # no keys: Ray shows them
         variables |= {key: value for key, value in os.environ.items() if key.startswith(passed)}
+        variables |= portable.ENVIRONMENT if portably else {}
         options: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address == "local" else {}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": variables}}
         before = signal.getsignal(signal.SIGTERM)

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 
 import torch
 
+from common.errors import SettingsError
 from common.partition import split_cache as plans
 from server.compare import fairness
 from server.compare.comparison import Comparison
@@ -41,17 +42,26 @@ def run(plan: Plan, text: str, root: Path, means: Means, progress: Progress, sto
     """
     plans.share()
     cells = expand(plan)
+    portably = _portably(cells)
 
     def pool(most: int) -> Pool:
         count = means.workers or worker_count(cells, means.device)
         if means.ray is not None:
             gpus = 0.0 if means.device == "cpu" else 1.0
-            return RayPool(means.ray, count, max(cell.experiment.local.threads for cell in cells), gpus)
-        return ProcessPool(devices(means.device, min(most, count)), root.resolve() / LOG)
+            return RayPool(means.ray, count, max(cell.experiment.local.threads for cell in cells), gpus, portably)
+        return ProcessPool(devices(means.device, min(most, count)), root.resolve() / LOG, portably)
 
     comparison = Comparison(plan, text, root, means.client, means.device, progress, tidied=means.tidied)
     with progress:
         return comparison.run(pool, stop)
+
+
+def _portably(cells: Sequence[Cell]) -> bool:
+    """Whether all cells are portable. A worker process computes in one way for its life."""
+    kinds = {cell.experiment.local.arithmetic for cell in cells}
+    if len(kinds) > 1:
+        raise SettingsError("local.arithmetic differs from cell to cell: all cells of a plan compute in one way")
+    return kinds == {"portable"}
 
 
 def outline(plan: Plan) -> str:

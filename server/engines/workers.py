@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -39,12 +39,19 @@ class Workers:
     """A process for each of `arguments`, which are the words that the function `target` makes its `Answer` of.
 
     `target` is "module:function", so that a worker imports no more than it needs. One that dies fails its request and
-    is replaced. What workers print goes to the file `log`, or where this process's errors go.
+    is replaced. What workers print goes to the file `log`, or where this process's errors go. `variables` of their
+    environment come before those of this process.
     """
 
-    def __init__(self, target: str, arguments: Sequence[Sequence[str]], log: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        arguments: Sequence[Sequence[str]],
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._closed = False
-        self._workers = [_Worker([target, *words], log) for words in arguments]
+        self._workers = [_Worker([target, *words], log, variables or {}) for words in arguments]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -77,8 +84,8 @@ class Workers:
 class _Worker:
     """A process with which this one talks over the standard streams."""
 
-    def __init__(self, words: Sequence[str], log: Path | None) -> None:
-        self._words, self._log = words, log
+    def __init__(self, words: Sequence[str], log: Path | None, variables: Mapping[str, str]) -> None:
+        self._words, self._log, self._variables = words, log, variables
         self._start()
 
     def _start(self) -> None:
@@ -88,7 +95,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **self._variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 # Ctrl-C is for the parent, which then stops its workers.
                 start_new_session=True,
             )

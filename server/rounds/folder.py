@@ -134,11 +134,16 @@ class RunFolder:
         """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
 
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
-        hash of the partition, and `initial`, the hash of the weights before round 1; the last two over resumes, too.
+        hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
+        clients compute; the last three over resumes, too.
         """
-        lasting = {"initial", "plan"} | ({"after"} if status != "starting" else set())
+        lasting = {"initial", "plan", "arithmetic"} | ({"after"} if status != "starting" else set())
         kept = {key: value for key, value in self.status().items() if key in lasting}
         write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
+
+    def amend_status(self, **more: Any) -> None:
+        """Add to what `set_status` wrote last."""
+        write_atomically(self.path / STATUS, json.dumps({**self.status(), **more}, indent=1).encode())
 
     def status(self) -> dict[str, Any]:
         """What `set_status` wrote last; {} before."""

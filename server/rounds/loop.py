@@ -16,6 +16,7 @@ from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
+from server.rounds.machines import Machines
 from server.rounds.prepare import Prepared
 from server.rounds.records import Record
 from server.rounds.roster import Roster
@@ -70,7 +71,7 @@ class Rounds:
         try:
             if coordinator.round >= self._experiment.rounds:
                 return self._conclude(coordinator)
-            roster = self._roll(coordinator)
+            roster = self._roll(coordinator, resume)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             attempts = Attempts(self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop)
             if not resume:
@@ -119,7 +120,7 @@ class Rounds:
         self._say(f"resuming after round {kept.round}")
         return coordinator
 
-    def _roll(self, coordinator: Coordinator) -> Roster:
+    def _roll(self, coordinator: Coordinator, resume: bool) -> Roster:
         settings = self._experiment.round
         roster = Roster(self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop)
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
@@ -132,6 +133,8 @@ class Rounds:
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
         self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        self._machines = Machines(self._folder, self._say, resume)
+        self._machines.heed(roster.members)
         if idle := sorted(roster.members.keys() - set(trainers)):
             more = ", ..." if len(idle) > 10 else ""
             self._say(f"{len(idle)} clients hold no training example and are never asked: {', '.join(idle[:10])}{more}")
@@ -166,6 +169,7 @@ class Rounds:
         void: list[Record] = []
         for number in range(self._experiment.round.max_void):
             attempt = attempts.make(round, number)
+            self._machines.heed(attempts.roster.members)
             if not attempt.cause:
                 return attempt, void
             void.append({key: getattr(attempt, key) for key in ("sampled", "dropped", "causes", "cause")})

@@ -10,6 +10,7 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
+from common.arithmetic import describe
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
@@ -163,6 +164,12 @@ class Roster:
                 raise Refused("name", f"a node with the key of {info.name!r} says that it is {name!r}")
             if name in self.members and self.members[name].node not in self._overdue:
                 raise Refused("name", f"client {name!r} is here twice, on nodes {self.members[name].node} and {node}")
+            if self._experiment.local.arithmetic == "portable" and member.arithmetic != (here := describe()):
+                raise Refused(
+                    "arithmetic",
+                    f"client {name!r} computes with {member.arithmetic or 'a release that does not say'}, the server "
+                    f"with {here}: local.arithmetic = 'portable' needs the same torch, numpy and threads",
+                )
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
         self._coordinator.admit(members)

@@ -15,6 +15,9 @@ from common.seeds import derive
 from common.settings import name_fault
 from strategies.protocol.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
 
+MOST_ARITHMETIC = 300
+"""Letters of a client's line about its arithmetic."""
+
 
 @dataclass(frozen=True)
 class Member:
@@ -28,6 +31,8 @@ class Member:
     device: str = ""
     versions: str = ""
     labels: str = ""
+    arithmetic: str = ""
+    """How it computes, a line; "" of a client from before it was told."""
 
 
 def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
@@ -80,8 +85,9 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         )
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
+    arithmetic = "".join(each if each.isprintable() else "?" for each in answer.arithmetic[:MOST_ARITHMETIC])
     columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
     return [
-        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels)
+        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels, arithmetic)
         for name, examples, evaluation, steps, labels in columns
     ], answer.in_flight

@@ -30,6 +30,9 @@ _CAUSES = {
 KINDS = ("offline", "crashed", "timed out", "late", "lost", "failed", "empty", "refused", "memory-lost")
 """Causes that stand for themselves; all others, about what a reply holds, are of the kind "invalid"."""
 
+LATER = {"later": True}
+"""Of a field that came later than 0.4: a message without it is one of before, with the field's default."""
+
 T = TypeVar("T")
 
 
@@ -116,6 +119,8 @@ class RollReply:
     """How many messages the node takes at once; 0: any number."""
     error: str = ""
     """Why the node cannot take part."""
+    arithmetic: str = field(default="", metadata=LATER)
+    """How it computes, as `common.arithmetic.describe` says."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,9 @@ def read_head(cls: type[T], content: RecordDict) -> T:
     values: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]
         kind, _, entry = str(item.type).rstrip("]").partition("[")
-        value = record.get(item.name, [] if entry else None)
+        value: Any = record.get(item.name, [] if entry else None)
+        if value is None and item.metadata.get("later"):
+            value = item.default
         entries = value if entry and isinstance(value, list) else []
         if type(value).__name__ != kind or any(type(each).__name__ != entry for each in entries):
             raise Refused("malformed", f"{item.name} = {str(value)[:100]!r} is no {item.type}")
