@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from common.deploy.addresses import LOOPBACK
 
 _TAG = "FEDKEEL_FAMILY"
 
@@ -37,17 +40,39 @@ _held: list[socket.socket] = []
 
 
 def held_ports(count: int) -> list[int]:
-    """So many different TCP ports of 127.0.0.1 for gRPC servers, which nobody else is given while this process lives.
+    """So many different TCP ports of 127.0.0.1 for servers to come. Nobody else is given them while this process lives.
 
-    Each stays bound by a socket that does not listen: connections are refused until a server listens, and gRPC's
-    servers share a port (SO_REUSEPORT)."""
-    for _ in range(count):
-        held = socket.socket()
-        if hasattr(socket, "SO_REUSEPORT"):
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
-        _held.append(held)
-    return [each.getsockname()[1] for each in _held[len(_held) - count :]]
+    They lie below those that the system gives to outgoing connections and to who asks for any port. Another process of
+    this program takes none of them: each is claimed by a local socket of its name, which ends with this process."""
+    first = _first_given_away()
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(first // 2, first), first // 2):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind((LOOPBACK, port))
+            _claim(port)
+            ports.append(port)
+    return ports
+
+
+def _first_given_away() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 49152  # elsewhere, as IANA has it
+
+
+def _claim(port: int) -> None:
+    """Raises OSError if another process has. Linux only: its abstract names need no file."""
+    if sys.platform == "linux":
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0fedkeel-port-{port}")
+        except OSError:
+            claim.close()
+            raise
+        _held.append(claim)
 
 
 class Family:
