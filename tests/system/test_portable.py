@@ -129,7 +129,8 @@ def test_emulated_processors_give_the_same_weights(processor: str) -> None:
     pytest.fail(f"the emulator never came to {left}")
 
 
-@pytest.mark.slow
+@pytest.mark.rest
+@pytest.mark.processes
 def test_all_engines_inherit_it(tmp_path: Path) -> None:
     """A file that says so is enough: the command starts anew, and workers, actors, resident clients, the server app
     and the cells of a comparison follow."""
@@ -161,6 +162,7 @@ def test_all_engines_inherit_it(tmp_path: Path) -> None:
     assert [folder.notes() for folder in folders] == [[]] * len(folders)
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_the_option_is_the_same_as_the_setting(tmp_path: Path) -> None:
     """Of an experiment and of a plan; the run folder says it, and --resume without it is another experiment's."""
