@@ -8,6 +8,7 @@ from pathlib import Path
 from common.errors import SettingsError
 from server.report import contents, details
 from server.report.contents import Options
+from server.report.export import export
 from server.report.found import find
 from server.report.groups import Group, group
 from server.report.page import page
@@ -39,8 +40,6 @@ def write(
     text = markdown(groups, runs, options)
     _save(out, page(groups, runs, options, command), "page")
     if tables is not None:
-        from server.report.export import export
-
         export(groups, [run for run in runs if run.stage != "final"], options, tables)
         _save(tables / "report.md", text + "\n", "report")
     return text

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.report.groups import Group
+from server.report.pictures import partition_picture
 from server.report.scores import POINTS, Band, Floats, thin
+
+# Imported where used: matplotlib takes half a second that a report without pictures, and every run, can do without.
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,8 +171,6 @@ def heat(values: Floats, names: Sequence[str], rounds: Sequence[int], label: str
 
 def partition(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """The partition picture of class counts (clients, classes) as SVG."""
-    from server.report.pictures import partition_picture
-
     counts_ = np.array(counts, np.int64)
     with _context():
         figure = partition_picture(counts_, names)

@@ -14,6 +14,8 @@ from server.report.groups import Group
 from server.report.runs import Run, records
 from server.report.scores import final, reached
 
+# Imported where used: pandas takes half a second that only frames and exported tables need.
+
 KEYS = ("run", "group", "plan", "variant", "point", "seed", "stage", "state")
 Fields = dict[str, Any]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from server.rounds.records import Record, headline
 
+# Imported where used: matplotlib takes half a second that a report without pictures, and every run, can do without.
+
 
 def curves(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
     """Accuracy and loss against rounds and against bytes, one line a run; PNG or SVG by the path's ending."""

@@ -9,15 +9,7 @@ import pytest
 
 from common.flower import ROOT
 
-PACKAGES = (
-    "client",
-    "strategies",
-    "server/commands",
-    "server/compare",
-    "server/deploy",
-    "server/engines",
-    "server/rounds",
-)
+PACKAGES = ("server", "client", "strategies", "common")
 HEAD = "# Imported where used:"
 """Of a module whose imports inside functions all have one reason."""
 

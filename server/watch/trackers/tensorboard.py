@@ -9,6 +9,8 @@ from common.experiment import Experiment
 from server.rounds.records import Record
 from server.watch.tracking import Tracker, scalars
 
+# Imported where used: a second that a run without events can do without.
+
 
 class TensorBoard(Tracker):
     """Each round's numbers as scalars, step = round. After a resume, what an earlier process wrote from there on is

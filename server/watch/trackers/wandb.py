@@ -14,6 +14,8 @@ from server.rounds.folder import MODEL, RunFolder
 from server.rounds.records import Record
 from server.watch.tracking import CLOSE_S, Tracker, place, scalars, settings
 
+# Imported where used: an extra that need not be installed, and seconds of a run that does not track.
+
 RUN_ID = "wandb-run.txt"
 """In the run folder: a resumed run goes on there."""
 
