@@ -28,6 +28,11 @@ from grimp import ImportGraph, build_graph
 from common.flower import ROOT
 
 PACKAGES = ("server", "client", "strategies", "common")
+EMPTY = {
+    "server": "The server process: runs, comparisons of runs, reports of both",
+    "client": "The client process: local training, its memory, and the way to a server",
+}
+"""Flower runs these packages' `__init__` when it looks for the apps: they hold nothing."""
 Arrow = tuple[str, str]
 """Who imports, what is imported."""
 
@@ -88,7 +93,8 @@ def table(houses: Iterable[House]) -> list[str]:
 
 def files(package: str) -> list[str]:
     """Every folder and file of a package with the first sentence of its docstring, a Markdown list."""
-    lines = [f"## {package}/", "", first_sentence(ROOT / package / "__init__.py") + ".", ""]
+    told = EMPTY.get(package) or first_sentence(ROOT / package / "__init__.py")
+    lines = [f"## {package}/", "", f"{told}.", ""]
     for path in sorted((ROOT / package).rglob("*.py")):
         folder = path.name == "__init__.py"
         place = path.parent if folder else path

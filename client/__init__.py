@@ -1,1 +1,0 @@
-"""The client process: local training, its memory, and the way to a server."""

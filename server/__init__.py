@@ -1,1 +1,0 @@
-"""The server process: runs, comparisons of runs, reports of both."""

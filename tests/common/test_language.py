@@ -20,6 +20,7 @@ from server.engines.grid import grid
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_tables import jsonl
+from tests.support.today import cells
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `text`")
 pytest.importorskip("peft", reason="needs the extra `text`")
@@ -175,10 +176,12 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("model", [TINY, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_workers_find_the_same_weights(model: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cell", cells([(o, m) for o in ("adamw", "muon") for m in ("whole", "lora")], 1, 4, "language", name="-".join)
+)
+def test_workers_find_the_same_weights(cell: tuple[str, str], tmp_path: Path) -> None:
     """Dropout and the random adapters are functions of the seed, in every process. The model loads into a new one."""
+    optimizer, model = cell[0], {"whole": TINY, "lora": LORA}[cell[1]]
     settings = experiment(tmp_path, model, local={"optimizer": optimizer, "lr": 0.01, "batch_size": 8})
     here = run(InProcessGrid(app), settings, RunFolder(tmp_path / "here"))
     with grid("client.app:app", 2) as workers:

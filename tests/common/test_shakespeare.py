@@ -255,6 +255,7 @@ def test_the_loss_on_real_roles_falls(tmp_path: Path) -> None:
 
 @pytest.mark.data
 @pytest.mark.slow
+@pytest.mark.rest
 def test_the_ready_experiment_learns(tmp_path: Path) -> None:
     """Better than the most frequent character, a space, which is 17 % of all."""
     settings = Experiment.load(ROOT / "experiments" / "shakespeare.toml")

@@ -16,6 +16,7 @@ from server.app import run
 from server.engines.grid import grid
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
+from tests.support.today import cells
 
 pytestmark = [pytest.mark.data, pytest.mark.processes]
 
@@ -31,7 +32,7 @@ def experiment(algorithm: str) -> Experiment:
     return Experiment.model_validate(values)
 
 
-@pytest.mark.parametrize("algorithm", ["fedadam", "scaffold", "hafedho"])
+@pytest.mark.parametrize("algorithm", cells(["fedadam", "scaffold", "hafedho"], 1, 3, "writers"))
 def test_batchnorm_on_real_images(algorithm: str, tmp_path: Path) -> None:
     """In this process and in two workers the weights and buffers are the same; BatchNorm's counters stay integers,
     its variances positive (no optimizer touches them); the model loads into plain torch and beats chance."""

@@ -20,6 +20,7 @@ from common.flower import ROOT
 from server.engines import vce
 from server.rounds.folder import RunFolder
 from tests.support.faults import toy
+from tests.support.today import cells
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def named(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
             child.kill()
 
 
-@pytest.mark.parametrize("name", vce.RAY_PROCESSES)
+@pytest.mark.parametrize("name", cells(vce.RAY_PROCESSES, 1, 2, "ray"))
 def test_one_of_rays_processes_that_is_gone_is_told(name: str, tmp_path: Path) -> None:
     """Whether somebody has waited for it or not; nothing is wrong before Ray has started, nor with other children."""
     ray = vce._RayProcesses()

@@ -66,6 +66,7 @@ def wait_for_round(folder: Path, round: int) -> None:
     until(lambda: any(record["round"] >= round for record in done.history()), lambda: str(done.status()), 120)
 
 
+@pytest.mark.rest
 def test_runs_to_its_end(tmp_path: Path) -> None:
     """Exit code 0, all rounds shown, the run folder whole, nothing left behind, the weights of the in-process run."""
     text = TEXT.format(rounds=5, epochs=1)

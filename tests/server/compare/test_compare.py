@@ -181,7 +181,7 @@ def test_the_command_tells_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) ->
     dry = invoke("compare", "plan.toml", "--dry-run")
     assert dry.output.endswith("4 cells, 8 rounds in all\n")
     assert not Path("runs").exists()
-    monkeypatch.setattr("server.compare.start.ProcessPool", lambda devices, log: Inline())
+    monkeypatch.setattr("server.compare.start.ProcessPool", lambda devices, log, portably: Inline())
     device = invoke("compare", "plan.toml", "--workers", "1", "--device", "tpu")
     assert device.exit_code == 1, device.output
     assert "4 of 4 cells failed:\n  fedavg/seed-0: " in device.output

@@ -61,6 +61,7 @@ def commands(folder: Path) -> Iterator[Callable[..., Family]]:
         stop(families, 5)
 
 
+@pytest.mark.rest
 def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     """SIGTERM: the round in hand is finished, both commands end, the run's with 1, for a supervisor to try again. The
     clients stay. The next command goes on where the first one was. It is killed, and another one watches the run to its
