@@ -146,7 +146,7 @@ def check(case: Case, folder: Path) -> None:
     assert not any(record["dropped"] or record["void"] for record in straight.history)
     stopped(folder / "run", settings, 3)
     resumed = ran(folder / "run", settings, on_disk(folder / "run"), resume=True)
-    assert resumed.said == ["resuming after round 3"]
+    assert resumed.said == ["resuming after round 3", *straight.said]  # what is warned of is warned of again
     alike(resumed, straight)
 
 

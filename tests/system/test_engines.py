@@ -28,13 +28,22 @@ from strategies.registry import REGISTRY
 from tests.support.children import environment as environment_of
 from tests.support.helpers import ON_DIGITS
 from tests.support.patience import limit, until
-from tests.support.today import cells
+from tests.support.today import cells, drawn
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 UNEVEN = "uneven"
 """SCAFFOLD with clients of unequal speed and presence."""
 CASES = [*REGISTRY, UNEVEN]
+
+TODAY = pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(drawn(CASES, 12, "engines"), id="drawn"),
+        pytest.param(CASES, id="all", marks=pytest.mark.rest),
+    ],
+)
+"""A round between processes takes a second: every day twelve cases, each time others."""
 
 NAMES = [str(number) for number in range(6)]
 DEADLINE_S = 120.0
@@ -77,6 +86,11 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: run(node, experiment(name), RunFolder(folder / name))["sha256"] for name in CASES}
 
 
+def of(cases: list[str], in_process: dict[str, str]) -> dict[str, str]:
+    """The weights of these cases in this process."""
+    return {name: in_process[name] for name in cases}
+
+
 def test_worker_processes(in_process: dict[str, str], tmp_path: Path) -> None:
     """Two worker processes share the clients' memory and give the same weights."""
     with grid("client.app:app", 2) as workers:
@@ -96,14 +110,17 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
         yield link
 
 
-def test_grpc_in_one_server_app(federation: SuperLink, in_process: dict[str, str], tmp_path: Path) -> None:
-    """Over gRPC between processes: one server app, which is loaded once, runs every algorithm with the same clients."""
-    for name in CASES:
+@TODAY
+def test_grpc_in_one_server_app(
+    cases: list[str], federation: SuperLink, in_process: dict[str, str], tmp_path: Path
+) -> None:
+    """Over gRPC between processes: one server app, which is loaded once, runs all cases with the same clients."""
+    for name in cases:
         (tmp_path / f"{name}.toml").write_text(experiment(name).toml(), "utf-8")
     run_id = federation.control.submit(ROOT / "tests" / "support" / "standin" / "many", {"folder": str(tmp_path)})
     until(lambda: federation.control.status(run_id).over, "all runs", 2 * DEADLINE_S)
     assert federation.control.status(run_id).completed, federation.control.log(run_id)[-3000:]
-    assert {name: RunFolder(tmp_path / name).status()["sha256"] for name in CASES} == in_process
+    assert {name: RunFolder(tmp_path / name).status()["sha256"] for name in cases} == of(cases, in_process)
 
 
 @pytest.mark.parametrize("algorithm", cells(CASES, 1, 9, "grpc"))
@@ -121,7 +138,8 @@ def test_grpc(algorithm: str, federation: SuperLink, in_process: dict[str, str],
     assert folder.status()["sha256"] == in_process[algorithm]
 
 
-def test_vce(in_process: dict[str, str], tmp_path: Path) -> None:
+@TODAY
+def test_vce(cases: list[str], in_process: dict[str, str], tmp_path: Path) -> None:
     """Under Flower's simulation engine, with client memory in Flower's context."""
     from flwr.simulation import run_simulation
 
@@ -130,14 +148,14 @@ def test_vce(in_process: dict[str, str], tmp_path: Path) -> None:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        for name in CASES:
+        for name in cases:
             got[name] = run(grid, experiment(name), RunFolder(tmp_path / name))["sha256"]
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 2, "log_to_driver": False}}
     with pytest.warns() as _:  # Ray and the deprecated function warn in words of their own
         run_simulation(app, client_app, len(NAMES), backend_config=resources)
-    assert got == in_process
+    assert got == of(cases, in_process)
 
 
 @pytest.mark.rest
