@@ -303,7 +303,7 @@ def test_rounds_of_every_model(task: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.rest
 def test_engines_agree_on_augmented_real_images(tmp_path: Path) -> None:
     """CIFAR-10's subset, a small cnn with BatchNorm, crops and mirror images, three clients: the same weights in this

@@ -175,7 +175,7 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
         assert lora < 3 * (4 * 144 + 3000)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell", cells([(o, m) for o in ("adamw", "muon") for m in ("whole", "lora")], 1, 4, "language", name="-".join)
 )

@@ -218,7 +218,7 @@ def small(file: str | None = None, **given: Any) -> Experiment:
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_workers_find_the_same_weights(tmp_path: Path) -> None:
     rows = [{"role": str(i), "text": "what light through yonder window breaks " * (i + 1)} for i in range(4)]
     file = str(jsonl(tmp_path / "roles.jsonl", rows))

@@ -191,7 +191,7 @@ def test_a_task_that_cannot_be_shifted_ends_at_the_start() -> None:
         task(Experiment.parse('partition.shift = "rotation"'))
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_shifted_runs_are_the_same_in_worker_processes(tmp_path: Path) -> None:
     """And other than plain ones."""
     noisy = experiment(tmp_path, shift="noise", shift_strength=0.3)

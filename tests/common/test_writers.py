@@ -18,7 +18,7 @@ from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.support.today import cells
 
-pytestmark = [pytest.mark.data, pytest.mark.processes]
+pytestmark = [pytest.mark.data, pytest.mark.slow]
 
 
 def experiment(algorithm: str) -> Experiment:

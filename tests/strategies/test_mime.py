@@ -626,7 +626,7 @@ def test_flowers_loop_without_a_first_reply_leaves_the_model() -> None:
     assert [name for name, round in grid.asked if round == 2] == list("01234")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_two_workers(tmp_path: Path) -> None:
     """A client's two exchanges may run in different processes: it keeps nothing in between."""
     settings = digits("mime", 2, compression={"up": "top-k", "ratio": 0.1})

@@ -618,7 +618,7 @@ def test_evaluation_is_the_same_in_every_engine(tmp_path: Path) -> None:
             assert got == pytest.approx(line["personal"][key]["weighted"], abs=1e-12)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", COMPOSED)
 def test_two_workers(strategy: str, tmp_path: Path) -> None:
     """A client trains in one process and is evaluated in another; a run that is resumed by workers goes on alike."""
