@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
@@ -36,7 +37,8 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-_held: list[socket.socket] = []
+_held = contextlib.ExitStack()
+atexit.register(_held.close)
 
 
 def held_ports(count: int) -> list[int]:
@@ -72,7 +74,7 @@ def _claim(port: int) -> None:
         except OSError:
             claim.close()
             raise
-        _held.append(claim)
+        _held.callback(claim.close)
 
 
 class Family:
