@@ -127,9 +127,9 @@ def _supernodes(link: SuperLink, names: Sequence[str], folder: Path, device: str
 
 
 def _port() -> int:
-    from server.deploy.processes import free_ports
+    from server.deploy.processes import held_ports
 
-    return free_ports(1)[0]
+    return held_ports(1)[0]
 
 
 def _submitted(settings: Experiment, path: Path, link: SuperLink, limit_s: float = 900.0) -> list[Record]:

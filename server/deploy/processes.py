@@ -28,15 +28,6 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def free_ports(count: int) -> list[int]:
-    """So many different TCP ports of 127.0.0.1 that are free right now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 _held = contextlib.ExitStack()
 atexit.register(_held.close)
 

@@ -42,7 +42,7 @@ from common.files import write_atomically
 from server.commands import doctor as server_doctor
 from server.deploy import nodes
 from server.deploy.certs import write
-from server.deploy.processes import free_ports
+from server.deploy.processes import held_ports
 from server.deploy.superlink import SuperLink
 
 pytestmark = pytest.mark.timeout(120)
@@ -245,7 +245,7 @@ class Fleet:
         store = ObjectStoreFactory()
         self.factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), store)
         self.factory.state()
-        self.port = free_ports(1)[0]
+        self.port = held_ports(1)[0]
         certificates = None
         if certs:
             ca, certificate, key = (certs / name for name in ("ca.pem", "server.pem", "server.key"))
@@ -477,7 +477,7 @@ def test_nothing_takes_long_when_nothing_answers(tmp_path: Path, monkeypatch: py
 
 
 def test_names_and_ports_that_are_wrong(tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    [port] = held_ports(1)
     assert one(site(f"127.0.0.1:{port}", tmp_path), "port").detail == f"127.0.0.1:{port} refuses connections"
     assert "is unknown here" in one(site("no-such-host.invalid:9092", tmp_path), "dns").detail
     for server in ("host", "host:0", "host:70000", "http://host:1", "::1:9092", "", "a b:1"):
@@ -615,7 +615,7 @@ def test_a_policy_that_is_wrong(tmp_path: Path) -> None:
 
 
 def server(**more: Any) -> list[Check]:
-    fleet, control = free_ports(2)
+    fleet, control = held_ports(2)
     return list(server_doctor.checks(**({"fleet_port": fleet, "control_port": control} | more)))
 
 
@@ -784,7 +784,7 @@ def test_a_running_superlink_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_commands_print_and_return_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet, control = free_ports(2)
+    fleet, control = held_ports(2)
     run_dir = tmp_path / "run"
     assert server_doctor.doctor_command(fleet_port=fleet, control_port=control, run_dir=run_dir) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "all well"

@@ -16,7 +16,7 @@ from common import flower
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.app import run
-from server.deploy.processes import Family, free_ports, held_ports, stop
+from server.deploy.processes import Family, held_ports, stop
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.support import patience
@@ -67,7 +67,7 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
     clients stay. The next command goes on where the first one was. It is killed, and another one watches the run to its
     end, with the weights of one process; one more finds nothing to do."""
     fleet, control = held_ports(2)
-    [watch] = free_ports(1)
+    [watch] = held_ports(1)
     experiment, folder = tmp_path / "experiment.toml", RunFolder(tmp_path / "run")
     experiment.write_text(TEXT)
     ports = ["--fleet-port", str(fleet), "--control-port", str(control), "--metrics", str(watch)]
@@ -116,7 +116,7 @@ def test_a_superlink_is_restarted_in_mid_run(tmp_path: Path) -> None:
 @pytest.mark.rest
 def test_a_state_has_one_superlink(tmp_path: Path) -> None:
     fleet, control, other_fleet, other_control = held_ports(4)
-    [watch] = free_ports(1)
+    [watch] = held_ports(1)
     words = ["server", "superlink", "--state", str(tmp_path / "state")]
     with commands(tmp_path) as start:
         first = start(*words, "--fleet-port", str(fleet), "--control-port", str(control), "--metrics", str(watch))
