@@ -253,7 +253,5 @@ def test_both_commands_say_where_a_chain_breaks(tmp_path):
     for cli in (client.cli, server.cli):
         answer = CliRunner().invoke(cli, ["audit", "verify", str(path)])
         assert answer.exit_code == 1
-        assert (
-            "BROKEN audit.jsonl line 2 does not follow the line before it: lines 2 to 2" in answer.output
-        )
+        assert "BROKEN audit.jsonl line 2 does not follow the line before it: lines 2 to 2" in answer.output
         assert CliRunner().invoke(cli, ["audit", "verify", str(path), "--head", "x"]).exit_code in (1, 2)
