@@ -78,6 +78,10 @@ def join(
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
     ] = None,
+    audit: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The audit log; {name} is the client's. Default: audit.jsonl in its memory."),
+    ] = None,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -89,6 +93,7 @@ def join(
     """
     with errors(log_format):
         from client.node.access import Access
+        from client.node.audited import default_path
         from client.node.resident import NodeOptions, run_nodes
 
         access = Access(server, str(ca or ""), "", insecure, max_wait)
@@ -102,6 +107,7 @@ def join(
                 str(_memory(memory, each, len(name))),
                 _existing("--policy", str(policy or "")),
                 gpu_memory_fraction,
+                str(_own(audit, each) or default_path(str(_memory(memory, each, len(name))))),
             )
             for each in name
         ]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from common import arithmetic, flower
+from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.rounds.folder import RunFolder, choose_folder
 from server.rounds.loop import Rounds
 from server.rounds.prepare import assemble
-from server.rounds.records import Record
+from server.rounds.records import Event, Record, unheard
 from server.rounds.reply_limits import bound_replies, guard_replies
 from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
+from server.watch.audited import audit_of, audited, began, ended
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Trackers
 from strategies.registry import settled
@@ -33,7 +37,8 @@ def main(grid: Grid, context: Context) -> None:
 
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`, `strict` (a refused client ends the run
-    before round 1 instead of being left out).
+    before round 1 instead of being left out), `audit` (the audit log's file; default: in the run folder), `submitted`
+    (who submitted it, as JSON).
     """
     if "--parent-pid" in sys.argv:
         # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
@@ -48,8 +53,24 @@ def main(grid: Grid, context: Context) -> None:
     say(" ".join(f"{column:>10}" for column in COLUMNS))
     strict = bool(config.get("strict", False))
     # Flower's own handler would leave the round in hand unfinished.
-    with StopOnSignal() as stop:
-        run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)), stop=stop, strict=strict)
+    submitted = json.loads(str(config.get("submitted", "")) or "{}")
+    event = audited(AuditLog(audit_of(folder, str(config.get("audit", ""))), "server app"), folder.path.name)
+    began(event, experiment, resume, submitted=submitted)
+    try:
+        with StopOnSignal() as stop:
+            run(
+                grid,
+                experiment,
+                folder,
+                resume=resume,
+                show=lambda record: say(line(record)),
+                stop=stop,
+                strict=strict,
+                event=event,
+                submitted=submitted,
+            )
+    finally:
+        ended(event, folder)
 
 
 def say(text: str) -> None:
@@ -75,11 +96,14 @@ def run(
     show: Callable[[Record], None] = lambda record: None,
     stop: Stop = lambda: None,
     strict: bool = True,
+    event: Event = unheard,
+    submitted: Mapping[str, Any] | None = None,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
     What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
-    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart.
+    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart. `event` is told
+    what an audit log holds; `submitted`: by which other process, for run.json.
     """
     strategy, experiment = settled(experiment)
 
@@ -90,6 +114,7 @@ def run(
     with folder.open(resume):
         try:
             folder.set_status("starting", rounds=experiment.rounds)
+            folder.note_start(resumed=resume, **({"submitted": submitted} if submitted else {}))
             if caution := getattr(grid, "caution", ""):
                 told(caution)
             torch.set_num_threads(experiment.local.threads)
@@ -103,7 +128,7 @@ def run(
                     show(record)
 
                 either = earliest(stop, folder.stop)
-                rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict)
+                rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict, event=event)
                 record = rounds.run(resume)
         except Stopped:
             record = (folder.history() or [{}])[-1]

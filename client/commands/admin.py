@@ -35,11 +35,14 @@ def keygen(out: Annotated[Path, typer.Option(dir_okay=False, help="The private k
     """Make the key by which a server knows this site: OUT stays here, OUT.pub goes to the server's operator."""
     with errors():
         from common.deploy import keys
+        from common.deploy.audit import NAME, AuditLog
 
         public = keys.generate(out)
+        known = keys.fingerprint(keys.read_public(public.read_bytes(), str(public)))
+        AuditLog(out.absolute().parent / NAME).try_record("key", "made", key=known, file=str(out))
         typer.echo(f"{out}: private, stays at this site")
         typer.echo(f"{public}: for the server's operator (python -m server nodes add NAME {public.name})")
-        typer.echo(keys.fingerprint(keys.read_public(public.read_bytes(), str(public))))
+        typer.echo(known)
 
 
 @memories.command("list")
@@ -70,6 +73,7 @@ def memory_reset(
     """Forget: trackers of a run that still goes on then start anew on all sites. Refused while a client runs."""
     with errors():
         from client.memory.folder import reset_memory
+        from common.deploy.audit import NAME, AuditLog
 
         folders = _memory_folders(memory)
         what = f"run {run}" if run else "all runs"
@@ -77,6 +81,7 @@ def memory_reset(
             raise typer.Exit(1)
         for folder in folders:
             gone = reset_memory(folder, run)
+            AuditLog(folder / NAME).try_record("memory", "forgotten", run=run or "", runs=gone.runs, files=gone.files)
             typer.echo(f"{folder}: {gone.files} files, {gone.bytes / 1e6:.1f} MB forgotten")
 
 

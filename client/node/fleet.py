@@ -208,10 +208,14 @@ class Fleet:
         message.metadata.__dict__["_message_id"] = tree.object_id
         return message
 
-    def send(self, reply: Message, runtime_s: float) -> None:
-        """Upload a reply; `runtime_s`: seconds that the ClientApp took."""
+    def send(self, reply: Message, runtime_s: float, leaving: Callable[[str], None] = lambda sha256: None) -> None:
+        """Upload a reply; `runtime_s`: seconds that the ClientApp took.
+
+        `leaving` is told the reply's SHA-256, by its parts, before a byte of it is sent; what it raises ends this.
+        """
         with no_object_id_recompute():  # Hash each object once.
             reply.metadata.__dict__["_message_id"] = reply.object_id
+            leaving(reply.object_id)
             request = PushMessagesRequest(
                 node=self.node,
                 messages_list=[message_to_proto(remove_content_from_message(reply))],

@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from client.memory.folder import open_memory
 from client.node.access import Access
+from client.node.audited import AuditFailed, SiteLog
 from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping
 from client.node.fleet import Fleet
 from common.errors import RunError, SettingsError
@@ -56,7 +59,8 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What a client says about itself. All but `access` reaches the ClientApp as `context.node_config`."""
+    """What a client says about itself. All but `access` and `audit`, the file of its audit log ("": none), reaches the
+    ClientApp as `context.node_config`."""
 
     access: Access
     name: str
@@ -65,6 +69,7 @@ class NodeOptions:
     memory: str = ""
     policy: str = ""
     gpu_memory_fraction: float = 0.0
+    audit: str = ""
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
@@ -147,13 +152,35 @@ def _guarded(options: NodeOptions, process: Process, errors: list[Exception]) ->
 
 
 def _run(options: NodeOptions, process: Process) -> None:
+    book = SiteLog(Path(options.audit), options.name, options.access, options.policy) if options.audit else None
+    tell = book.tell if book else _unheard
+    try:
+        _join_and_serve(options, process, book)
+    except Exception as error:
+        tell("ended", "refused" if isinstance(error, SettingsError) else "failed", why=str(error))
+        raise
+    tell("stopped")
+
+
+def _unnoted(sha256: str) -> None:
+    pass
+
+
+def _unheard(what: str, outcome: str = "ok", **more: Any) -> None:
+    pass
+
+
+def _join_and_serve(options: NodeOptions, process: Process, book: SiteLog | None) -> None:
+    tell = book.tell if book else _unheard
     while not process.stop.is_set():
         fleet = Fleet(options.access, process.stop)
         try:
             fleet.join()
             log.info("joined %s as %s (node %d)", fleet.address, options.name, fleet.node.node_id)
-            _serve(fleet, options, process)
+            tell("joined", server=fleet.address, node=fleet.node.node_id)
+            _serve(fleet, options, process, book)
         except ServerForgot:
+            tell("left", "the server forgot this node")
             log.warning("the server at %s does not know this node any more; joining again", fleet.address)
         except Stopping:
             break
@@ -164,7 +191,7 @@ def _run(options: NodeOptions, process: Process) -> None:
     log.info("%s left %s", options.name, options.access.server)
 
 
-def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
+def _serve(fleet: Fleet, options: NodeOptions, process: Process, book: SiteLog | None = None) -> None:
     contexts: dict[int, Context] = {}
     last_work = time.monotonic()
     while not process.stop.is_set():
@@ -180,17 +207,23 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             started = time.monotonic()
             message = fleet.receive(run_id, tree)
             received = time.monotonic()
+            if book:
+                book.received(message)
             with process.at_work:
                 begun = time.monotonic()
                 reply = _answer(process.app, message, _context(contexts, run_id, fleet.node.node_id, options))
             done = time.monotonic()
-            fleet.send(reply, done - begun)
+            fleet.send(reply, done - begun, partial(book.leaving, reply) if book else _unnoted)
             seconds = {"receive": received - started, "work": done - begun, "send": time.monotonic() - done}
             _count(process.watch, options.name, message, reply, seconds)
         except RunOver:
             log.info("run %d has ended; its message is dropped", run_id)
         except SenderGone as error:
             log.warning("run %d: %s", run_id, error)
+        except AuditFailed as error:
+            log.error("nothing is sent that cannot be written down: %s", error)
+            why = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{options.name}: its audit log cannot be written")
+            fleet.send(Message(why, reply_to=message), 0.0)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
         except Exception:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import getpass
 import hashlib
+import json
 import logging
 import math
 import os
@@ -99,6 +100,19 @@ class AuditLog:
             self.record(what, outcome, **more)
         except OSError as error:
             log.error("audit log %s: %s (%s) could not be written: %s", self.path, what, outcome, error)
+
+    def last(self, what: str) -> dict[str, Any] | None:
+        """The latest line of that kind, None if there is none; reads back through the log."""
+        wanted = b'"what":' + json.dumps(what).encode()
+        for path in reversed([*put_aside(self.path), self.path]):
+            try:
+                lines = path.read_bytes().split(b"\n")
+            except FileNotFoundError:
+                continue
+            for line in reversed(lines):
+                if wanted in line and (record := parsed(line)) and record.get("what") == what:
+                    return record
+        return None
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

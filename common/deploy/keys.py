@@ -32,6 +32,11 @@ def generate(path: Path) -> Path:
     return public
 
 
+def public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The public half of a private key, as the PEM that Flower knows nodes by."""
+    return key.public_key().public_bytes(*_PEM)
+
+
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     """A private key as PEM, without a password."""
     return key.private_bytes(

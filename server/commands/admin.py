@@ -35,8 +35,10 @@ def certs(
     """
     with errors():
         from server.deploy import certs as authority
+        from server.deploy import register
 
         made = authority.write(out, host or [], ip or [], days)
+        register.beside(made.certificate).try_record("certificate", "made", **register.certificate_of(made.certificate))
         typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
         typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
 
@@ -53,9 +55,11 @@ def nodes_add(
 ) -> None:
     """Allow a site. A server that runs with this file lets it in within seconds."""
     with errors():
-        from server.deploy import nodes
+        from server.deploy import nodes, register
 
-        typer.echo(f"{name} may join with key {nodes.add(file, name, key)}")
+        known = nodes.add(file, name, key)
+        register.beside(file).try_record("node added", site=name, key=known, file=str(file))
+        typer.echo(f"{name} may join with key {known}")
 
 
 @sites.command("list")
@@ -73,9 +77,10 @@ def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
 def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
     """Shut a site out. Its key is never taken back: to return, it needs a new one."""
     with errors():
-        from server.deploy import nodes
+        from server.deploy import nodes, register
 
         nodes.remove(file, name)
+        register.beside(file).try_record("node removed", site=name, file=str(file))
         typer.echo(f"{name} is shut out")
 
 

@@ -42,6 +42,10 @@ NodesFile = Annotated[
 State = Annotated[
     Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
 ]
+Audit = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="The audit log. Default: audit.jsonl in --state, of a run in its folder."),
+]
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
 ]

@@ -16,6 +16,7 @@ from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
+    Audit,
     Certs,
     Cohort,
     ControlHost,
@@ -156,6 +157,7 @@ def run(
     state: State = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    audit: Audit = None,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -172,12 +174,12 @@ def run(
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, audit)
         control = federation.running_link(superlink, ca, options) if superlink else None
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
             if control is not None:
-                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace)
+                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace, audit=audit)
             else:
                 federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
         _conclude(folder, display)
@@ -194,6 +196,7 @@ def superlink(
     state: State = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    audit: Audit = None,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -203,7 +206,7 @@ def superlink(
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, audit)
         with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
             service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
 

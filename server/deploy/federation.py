@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 from flwr.supercore.address import parse_address
 
 from common.deploy.addresses import is_loopback
+from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
@@ -18,9 +20,12 @@ from server.deploy.clients import start_clients
 from server.deploy.control import Control
 from server.deploy.nodes import Admission
 from server.deploy.processes import hurry
+from server.deploy.register import registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
+from server.rounds.provenance import origin
 from server.rounds.stopping import GRACE_S, Stop, StopOnSignal
+from server.watch.audited import audit_of
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
@@ -55,8 +60,10 @@ def run(
             start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device)
         )
         stack.enter_context(link)
+        book = AuditLog(audit_of(folder, options.audit or ""))
+        heard = stack.enter_context(registered(None if names else book, options, display.say))
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, display.say))
+            stack.enter_context(Admission(options.nodes, link.control, heard))
         if not names:
             display.say(f"clients join with: {join_command(link.options)}")
 
@@ -65,13 +72,13 @@ def run(
         def trouble() -> str | None:
             for line in said.lines():
                 if "refused a node" in line:
-                    display.say(line[line.index("refused a node") :])
+                    heard(line[line.index("refused a node") :])
             for name, why in clients.newly_ended().items():
                 display.say(f"client {name} ended: {why}")
             return None if link.running else f"the SuperLink ended; its log: {link.log}"
 
         # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-        submitted(link.control, experiment, folder, display, resume, stop, trouble, strict=bool(names))
+        submitted(link.control, experiment, folder, display, resume, stop, trouble, book, strict=bool(names))
 
 
 def attach(
@@ -82,6 +89,7 @@ def attach(
     resume: bool,
     control: Control,
     grace_s: float = GRACE_S,
+    audit: Path | None = None,
 ) -> None:
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
@@ -95,7 +103,8 @@ def attach(
             follow(folder, display, stop, _nothing, lambda: None if folder.in_use() else "the server app has died")
         else:
             begin(folder, resume)
-            submitted(control, experiment, folder, display, resume, stop, _nothing, strict=False)
+            book = AuditLog(audit_of(folder, audit or ""))
+            submitted(control, experiment, folder, display, resume, stop, _nothing, book, strict=False)
         if stop() is None and folder.status().get("status") == "stopped":
             # A supervisor that restarts this command after failures then goes on with the run.
             raise RunError("the run was stopped with its SuperLink; go on with --resume")
@@ -138,6 +147,7 @@ def submitted(
     resume: bool,
     stop: Stop,
     trouble: Callable[[], str | None],
+    book: AuditLog,
     strict: bool,
 ) -> None:
     """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on."""
@@ -146,8 +156,11 @@ def submitted(
         "run-dir": str(folder.path),
         "resume": resume,
         "strict": strict,
+        "submitted": json.dumps(origin()),
+        "audit": str(book.path),
     }
     run_id = control.submit(ROOT, config)
+    book.try_record("submitted", run=folder.path.name, resume=resume, run_id=run_id, superlink=control.address)
 
     def dead() -> str | None:
         answer = control.status(run_id)
@@ -156,7 +169,21 @@ def submitted(
         log = control.log(run_id).strip().splitlines()[-20:]
         return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
-    follow(folder, display, stop, trouble, dead)
+    follow(folder, display, _noted(stop, book, folder.path.name), trouble, dead)
+
+
+def _noted(stop: Stop, book: AuditLog, run: str) -> Stop:
+    """`stop`, and that somebody asked is written down once."""
+    told: list[float] = []
+
+    def asked() -> float | None:
+        until = stop()
+        if until is not None and not told:
+            told.append(until)
+            book.try_record("stop", "asked", run=run)
+        return until
+
+    return asked
 
 
 def join_command(options: LinkOptions) -> str:

@@ -15,6 +15,7 @@ import psutil
 from common.deploy.addresses import answers, reachable
 from common.errors import RunError
 from server.deploy.nodes import Admission
+from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.stopping import GRACE_S, Stop
 from server.watch.tail import Tail
@@ -33,6 +34,7 @@ def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace
     """
     options.check()
     with ExitStack() as stack:
+        say = stack.enter_context(registered(book_of(options), options, say))
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-"))) / "superlink.log"
         link, printed = SuperLink(log, options=options), Tail(log)
         stack.callback(_repeat, printed, say)

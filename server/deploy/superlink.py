@@ -29,7 +29,8 @@ class LinkOptions:
 
     `host`: for clients, over gRPC; `control_host`: for submitting runs, which is running code: not for the world.
     `certificates`: folder of `python -m server certs`; TLS on both legs. `nodes`: only sites of this file may join.
-    `state`: folder for Flower's database and home; without it both end with the process. None as a port: a free one.
+    `state`: folder for Flower's database and home; without it both end with the process. `audit`: the audit log's file;
+    default: in `state`, of a run in its folder. None as a port: a free one.
     """
 
     host: str = LOOPBACK
@@ -40,6 +41,7 @@ class LinkOptions:
     insecure: bool = False
     nodes: Path | None = None
     state: Path | None = None
+    audit: Path | None = None
 
     def check(self) -> None:
         """Raise SettingsError for options that cannot work or would leave a connection open to all."""

@@ -40,6 +40,8 @@ class Attempt:
     cause: str = ""
     bytes_down: int = 0
     bytes_up: int = 0
+    received: dict[str, str] = field(default_factory=dict)
+    """Whose replies came -> the SHA-256 by which Flower knows that message, at both ends."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -126,6 +128,7 @@ class Attempts:
         """The valid ones among the replies; `missing`: why there is none of a client."""
         asked = {name: replies.get(name) for name in names}
         verdict = judge(self.coordinator, attempt.round, asked, phase, missing)
+        attempt.received |= {name: reply.metadata.message_id for name, reply in replies.items()}
         attempt.bytes_up += verdict.bytes
         attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
         attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}

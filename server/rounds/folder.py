@@ -15,6 +15,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from common.files import locked, write_atomically
 from common.vector import State
+from server.rounds.provenance import STARTS_KEPT, now, origin, stamped, unstamped
 from server.rounds.stopping import StopFile
 
 HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS, CELL = (
@@ -98,12 +99,12 @@ class RunFolder:
     def note(self, text: str) -> None:
         """Add a line to what the run said beside its rounds: warnings, refused clients, void rounds."""
         with (self.path / NOTES).open("a", encoding="utf-8") as file:
-            file.write(text.replace("\n", " ") + "\n")
+            file.write(stamped(text.replace("\n", " ")) + "\n")
 
     def notes(self) -> list[str]:
-        """What the run said."""
+        """What the run said, without the times."""
         with suppress(FileNotFoundError):
-            return (self.path / NOTES).read_text("utf-8").splitlines()
+            return [unstamped(line) for line in (self.path / NOTES).read_text("utf-8").splitlines()]
         return []
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -134,12 +135,19 @@ class RunFolder:
         """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
 
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
-        hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
-        clients compute; the last three over resumes, too.
+        hash of the partition, `initial`, the hash of the weights before round 1, `arithmetic`, how server and clients
+        compute, and `starts`, see `note_start`; the last four over resumes, too. `time`: when this was.
         """
-        lasting = {"initial", "plan", "arithmetic"} | ({"after"} if status != "starting" else set())
+        lasting = {"initial", "plan", "arithmetic", "starts"} | ({"after"} if status != "starting" else set())
         kept = {key: value for key, value in self.status().items() if key in lasting}
-        write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
+        value = {"status": status, "time": now(), **kept, **more}
+        write_atomically(self.path / STATUS, json.dumps(value, indent=1).encode())
+
+    def note_start(self, **more: Any) -> None:
+        """Add this process to run.json's `starts`: time, host, user, command, versions, and `more`."""
+        starts = self.status().get("starts")
+        kept = starts[-STARTS_KEPT + 1 :] if isinstance(starts, list) else []
+        self.amend_status(starts=[*kept, {**origin(), **more}])
 
     def amend_status(self, **more: Any) -> None:
         """Add to what `set_status` wrote last."""

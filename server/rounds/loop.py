@@ -18,7 +18,8 @@ from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
 from server.rounds.machines import Machines
 from server.rounds.prepare import Prepared
-from server.rounds.records import Record
+from server.rounds.provenance import now
+from server.rounds.records import Event, Record, unheard
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
@@ -38,7 +39,9 @@ class Rounds:
         show: Callable[[Record], None] = lambda record: None,
         stop: Stop = lambda: None,
         strict: bool = True,
+        event: Event = unheard,
     ) -> None:
+        self._event = event
         self._grid = grid
         self._experiment = prepared.experiment
         self._task = prepared.task
@@ -122,7 +125,9 @@ class Rounds:
 
     def _roll(self, coordinator: Coordinator, resume: bool) -> Roster:
         settings = self._experiment.round
-        roster = Roster(self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop)
+        roster = Roster(
+            self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop, self._event
+        )
         count = settings.wait_for or len(self._task.names()) or settings.sample or 1
         roster.wait(count, settings.deadline_s, self._strict)
         trainers = roster.trainers
@@ -157,12 +162,19 @@ class Rounds:
                 record["task"] = describe(self._task, coordinator.state["model"])
         with timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
+        record["time"] = now()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
         self._folder.append(record)
+        self._tell(record, attempt)
         if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
             self._checkpoints.save(coordinator)
         self._show(record)
+
+    def _tell(self, record: Record, attempt: Attempt) -> None:
+        """The audit log's line of a round: which message of each client came in, by the SHA-256 that it noted too."""
+        about = {key: record[key] for key in ("round", "generation", "accepted", "causes", "bytes_down", "bytes_up")}
+        self._event("round", "ended", uploads=attempt.received, weights=record["sha256"], **about)
 
     def _valid(self, round: int, attempts: Attempts) -> tuple[Attempt, list[Record]]:
         """The first try at a round that is not void, and of those before it what the history tells."""
@@ -174,6 +186,9 @@ class Rounds:
                 return attempt, void
             void.append({key: getattr(attempt, key) for key in ("sampled", "dropped", "causes", "cause")})
             self._say(f"round {round} is void: {attempt.cause}")
+            self._event(
+                "round", "void", round=round, uploads=attempt.received, causes=attempt.causes, why=attempt.cause
+            )
         raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {void[-1]['cause']}")
 
     def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:

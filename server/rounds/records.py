@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 Record = dict[str, Any]
 """A line of history.jsonl: what a round was and gave."""
+
+Event = Callable[..., None]
+"""Told of what an audit log holds: event(what, outcome, site=, key=, **more). It never raises."""
+
+
+def unheard(what: str, outcome: str = "ok", **more: Any) -> None:
+    """An `Event` that nobody listens to."""
 
 
 def headline(record: Record, key: str) -> float | None:

@@ -11,10 +11,12 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from common.arithmetic import describe
+from common.deploy.keys import fingerprint
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange
+from server.rounds.records import Event, unheard
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, members_of, roll_messages
@@ -36,7 +38,9 @@ class Roster:
         assignment: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
+        event: Event = unheard,
     ) -> None:
+        self._event = event
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
         self._grid = grid
@@ -125,7 +129,8 @@ class Roster:
         online = self._online()
         left = {node for node, stamp in self._nodes.items() if node not in online or _stamp(online[node]) != stamp}
         if gone := left | (self._refused.keys() - online.keys()):
-            self.members = {name: m for name, m in self.members.items() if m.node not in gone}
+            for name in [name for name, m in self.members.items() if m.node in gone]:
+                self._event("left", site=name, node=self.members.pop(name).node)
             for node in left:
                 del self._nodes[node]
             # A client that started anew was refused for as long as its old node seemed to be alive.
@@ -144,6 +149,7 @@ class Roster:
                 self._enter(online[node], reply)
             except Refused as error:
                 self._refused[node] = str(error)
+                self._event("refused", error.kind, site=online[node].name, key=_key(online[node]), why=str(error))
                 if strict:
                     raise SettingsError(str(error)) from None
                 self._say(f"refused node {node}: {error}")
@@ -174,8 +180,19 @@ class Roster:
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
         self._coordinator.admit(members)
         self.members |= {member.name: member for member in members}
+        for member in members:
+            about = {"examples": member.examples, "versions": member.versions, "arithmetic": member.arithmetic}
+            self._event("joined", site=member.name, key=_key(info), node=node, **about)
         self.in_flight[node] = in_flight
         self._nodes[node] = _stamp(info)
+
+
+def _key(info: NodeInfo) -> str:
+    """The fingerprint of a node's key, "" where there are no keys."""
+    try:
+        return fingerprint(info.public_key) if info.public_key else ""
+    except (ValueError, IndexError):
+        return "unreadable"
 
 
 def _stamp(info: NodeInfo) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from common.errors import RunError, SettingsError
 from server.rounds.folder import HISTORY, NOTES, RunFolder
+from server.rounds.provenance import unstamped
 from server.rounds.stopping import Stop
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
@@ -60,7 +61,7 @@ def _follow(
                 if (record := json.loads(line))["round"] > after:
                     display.show(record)
         for line in notes.lines():
-            display.say(line)
+            display.say(unstamped(line))
         if status.get("status") in ("finished", "stopped"):
             return
         if status.get("status") == "failed":

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from client.app import app
+from common.deploy.chain import verify
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.app import run
@@ -66,6 +67,19 @@ def wait_for_round(folder: Path, round: int) -> None:
     until(lambda: any(record["round"] >= round for record in done.history()), lambda: str(done.status()), 120)
 
 
+def both_ends_agree(folder: Path) -> None:
+    """The server's audit log names, round by round, the very messages that each site's says it sent."""
+    books = [folder / "audit.jsonl", *sorted((folder / "memory").glob("*/audit.jsonl"))]
+    assert all(verify(book).ok for book in books)
+    server, *sites = ([json.loads(line) for line in book.read_text("utf-8").splitlines()] for book in books)
+    assert [line["what"] for line in server if line["what"] != "joined"][:2] == ["submitted", "started"]
+    for lines in sites:
+        assert (lines[0]["what"], lines[-1]["what"]) == ("started", "stopped")
+        sent = {line["message"] for line in lines if line["what"] == "upload out" and line["kind"] == "train"}
+        assert sent == {line["uploads"][lines[0]["site"]] for line in server if line["what"] == "round"}
+    assert sites
+
+
 @pytest.mark.rest
 def test_runs_to_its_end(tmp_path: Path) -> None:
     """Exit code 0, all rounds shown, the run folder whole, nothing left behind, the weights of the in-process run."""
@@ -84,6 +98,7 @@ def test_runs_to_its_end(tmp_path: Path) -> None:
     expected = run(InProcessGrid(app), Experiment.parse(text), RunFolder(tmp_path / "inprocess"))
     assert RunFolder(folder).status()["sha256"] == expected["sha256"]
     assert f"sha256 {expected['sha256']}" in output
+    both_ends_agree(folder)
 
 
 EXIT_CODES = {(signal.SIGINT,): 130, (signal.SIGTERM,): 0, (signal.SIGTERM, signal.SIGTERM): 130, (signal.SIGKILL,): -9}

@@ -1,0 +1,181 @@
+"""What a run, a SuperLink and a server's commands write into their audit logs, and where and when a run says it was."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Error, Message
+from typer.testing import CliRunner
+
+from client.__main__ import cli as client_cli
+from client.app import app
+from common.deploy.audit import NAME, AuditLog
+from common.deploy.chain import verify
+from server.__main__ import cli as server_cli
+from server.app import run
+from server.deploy.register import book_of, hear, registered
+from server.deploy.superlink import LinkOptions
+from server.engines.inprocess import InProcessGrid
+from server.rounds.folder import NOTES, RunFolder
+from server.rounds.provenance import command, now, own_version, stamped, unstamped
+from server.watch.audited import audit_of, audited, began, ended
+from tests.support.faults import FaultyGrid, lies, toy
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+KEY = "SHA256:" + "a" * 43
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    assert verify(path).ok
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def whats(path: Path) -> list[tuple[str, str, str]]:
+    return [(line["what"], line["outcome"], line["site"]) for line in lines(path)]
+
+
+def test_a_run_says_who_came_what_was_taken_and_how_it_ended(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    path = audit_of(folder)
+    assert path == tmp_path / "run" / NAME
+    assert audit_of(folder, tmp_path / "other.jsonl") == tmp_path / "other.jsonl"
+    for resume, rounds in ((False, 2), (True, 3)):
+        experiment = toy(rounds=rounds)
+        event = audited(AuditLog(path, "server app"), "run")
+        began(event, experiment, resume)
+        run(InProcessGrid(app), experiment, folder, resume=resume, say=lambda text: None, event=event)
+        ended(event, folder)
+    found = lines(path)
+    names = sorted({line["site"] for line in found if line["what"] == "joined"})
+    assert [line["what"] for line in found if line["what"] not in ("joined",)] == [
+        *("started", "round", "round", "finished"),
+        *("resumed", "round", "finished"),
+    ]
+    assert {line["run"] for line in found} == {"run"}
+    rounds_ = [line for line in found if line["what"] == "round"]
+    assert [line["round"] for line in rounds_] == [1, 2, 3]
+    history = folder.history()
+    for line, record in zip(rounds_, history, strict=True):
+        assert sorted(line["uploads"]) == sorted(line["accepted"]) == names
+        assert line["weights"] == record["sha256"]
+    assert found[-1]["weights"] == history[-1]["sha256"]
+    assert len({line["experiment_sha256"] for line in found if "experiment_sha256" in line}) == 2  # rounds differ
+
+
+def fails(reply: Message) -> Message:
+    return Message(Error(0, "no"), reply_to=reply)
+
+
+def test_dropped_clients_and_void_rounds_stand_in_it_with_their_causes(tmp_path):
+    book = AuditLog(tmp_path / "audit.jsonl")
+    name = "2"
+    grid = FaultyGrid(lies(name, fails, round=1))
+    folder = RunFolder(tmp_path / "run")
+    run(grid, toy(rounds=1), folder, say=lambda text: None, event=audited(book, "run"))
+    (line,) = [line for line in lines(book.path) if line["what"] == "round"]
+    assert list(line["causes"]) == [name]
+    assert name not in line["accepted"]
+
+
+def test_an_audit_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    book = AuditLog(tmp_path / "audit.jsonl")
+    monkeypatch.setattr(book, "record", full)
+    folder = RunFolder(tmp_path / "run")
+    run(InProcessGrid(app), toy(rounds=1), folder, say=lambda text: None, event=audited(book, "run"))
+    assert folder.status()["status"] == "finished"
+    assert "could not be written" in caplog.text
+
+
+def test_a_superlink_writes_down_whom_it_lets_in_and_refuses(tmp_path):
+    assert book_of(LinkOptions()) is None
+    options = LinkOptions(state=tmp_path / "state")
+    book, said = book_of(options), []
+    assert book is not None
+    assert book.path == tmp_path / "state" / NAME
+    texts = (
+        f"site a may join with key {KEY}",
+        "site a was removed: its key is refused from now on",
+        "site b cannot be registered: no answer",
+        f"WARNING: refused a node: key {KEY} of c is in use by another process",
+        "refused a node: a call was not let in: \x1b[2J",
+        "something else",
+    )
+
+    def serve() -> None:
+        with registered(book, options, said.append) as say:
+            for text in texts:
+                say(text)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve()
+    assert whats(book.path) == [
+        ("superlink started", "ok", ""),
+        ("site registered", "ok", "a"),
+        ("site removed", "ok", "a"),
+        ("site registered", "failed", "b"),
+        ("refused", "ok", "c"),
+        ("refused", "ok", ""),
+        ("superlink ended", "KeyboardInterrupt", ""),
+    ]
+    assert lines(book.path)[1]["key"] == lines(book.path)[4]["key"] == KEY
+    assert re.fullmatch(r"audit log \S+, head 1:[0-9a-f]{64}", said[0])
+    assert "\x1b" not in book.path.read_text()
+    hear(book, "round 1")
+    assert len(lines(book.path)) == 7
+
+
+def test_commands_that_change_who_may_join_are_written_down_beside_what_they_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(cli: Any, *words: str) -> str:
+        answer = CliRunner().invoke(cli, list(words))
+        assert answer.exit_code == 0, answer.output
+        return str(answer.output)
+
+    fingerprint = invoke(client_cli, "keygen", "--out", "site/a.key").split()[-1]
+    invoke(server_cli, "nodes", "add", "a", "site/a.key.pub", "--file", "srv/nodes.toml")
+    invoke(server_cli, "nodes", "remove", "a", "--file", "srv/nodes.toml")
+    invoke(server_cli, "certs", "--out", "certs")
+    assert [(line["what"], line["key"]) for line in lines(tmp_path / "site" / NAME)] == [("key", fingerprint)]
+    assert whats(tmp_path / "srv" / NAME) == [("node added", "ok", "a"), ("node removed", "ok", "a")]
+    (made,) = lines(tmp_path / "certs" / NAME)
+    assert made["what"] == "certificate"
+    assert len(made["certificate_sha256"]) == 64
+
+
+def test_history_notes_and_run_json_say_when_where_and_by_what(tmp_path):
+    before = now()
+    folder = RunFolder(tmp_path / "run")
+    run(InProcessGrid(app), toy(rounds=2), folder, say=lambda text: None)
+    folder.note("something\nsaid")
+    run(InProcessGrid(app), toy(rounds=3), folder, say=lambda text: None, resume=True, submitted={"host": "h"})
+    times = [line["time"] for line in folder.history()]
+    assert [before, *times, now()] == sorted([before, *times, now()])
+    assert all(re.fullmatch(f"{TIME} .*", line) for line in (folder.path / NOTES).read_text().splitlines())
+    assert folder.notes() == ["something said", "resuming after round 2"]
+    first, second = folder.status()["starts"]
+    assert (first["resumed"], second["resumed"]) == (False, True)
+    assert second["submitted"] == {"host": "h"}
+    assert set(first) >= {"time", "host", "user", "process", "command", "versions"}
+    assert first["versions"]["fedkeel"] == own_version() != ""
+    assert re.fullmatch(TIME, folder.status()["time"])
+
+
+def test_secrets_of_a_command_line_are_not_kept():
+    shown = command(
+        ["python", "x", "--token", "abc", "--api-token=abc", "--password", "abc", "--name", "site", "two words"]
+    )
+    assert "abc" not in shown
+    assert shown.endswith("--name site 'two words'")
+    assert len(command(["x" * 10**5])) <= 2000
+
+
+def test_a_note_of_an_earlier_release_has_no_time():
+    assert unstamped(stamped("round 1 is void: x")) == "round 1 is void: x"
+    assert unstamped("round 1 is void: x") == "round 1 is void: x"
