@@ -16,6 +16,7 @@ from common import flower, portable
 from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.errors import RunError, SettingsError
+from server.rounds.stopping import Stopped
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
@@ -88,6 +89,8 @@ def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     except RunError as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
+    except Stopped:
+        console.print("stopped before it began")
     except KeyboardInterrupt:
         console.print("stopped; go on with --resume")
         sys.exit(130)

@@ -15,7 +15,7 @@ from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange
-from server.rounds.stopping import Stop, Stopped
+from server.rounds.stopping import Stop, heed
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, members_of, roll_messages
 from strategies.protocol.messages import Refused
@@ -75,7 +75,7 @@ class Roster:
             self.refresh(strict)
             if len(self.members) >= count:
                 return
-            self._heed()
+            heed(self._stop)
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
                 refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
@@ -94,14 +94,10 @@ class Roster:
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
-            self._heed()
+            heed(self._stop)
             time.sleep(POLL_S)
             self.refresh()
         return True
-
-    def _heed(self) -> None:
-        if self._stop() is not None:
-            raise Stopped
 
     def overdue(self, names: Iterable[str]) -> None:
         """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
