@@ -83,8 +83,9 @@ def attach(
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
-    stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that is going on is watched: this command may
-    have been killed and started again. Raises RunError if someone else stopped it.
+    stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that
+    is going on is watched: this command may have been killed and started again. Raises RunError if someone else stopped
+    it.
     """
     with ExitStack() as stack:
         if resume and folder.in_use():

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,7 +63,7 @@ class Link:
         if self.killed.wait(self.delay_s):
             return
         settings, folder = Experiment.parse(config["experiment-toml"]), RunFolder(config["run-dir"])
-        try:
+        with suppress(SettingsError, RunError):  # Flower writes them into its log
             run_app(
                 Waiting(),
                 settings,
@@ -72,8 +73,6 @@ class Link:
                 stop=lambda: time.monotonic() if self.killed.is_set() else None,
                 claim=config["claim"],
             )
-        except (SettingsError, RunError):
-            pass  # Flower writes it into its log
 
     def status(self, run_id: int) -> RunStatus:
         alive = self.runs[run_id - 1].is_alive()
@@ -105,7 +104,12 @@ class At:
         if not name.endswith(OWN):
             return None
         place = (name, frame.f_lineno)
-        if event == "line" and not (self.hit or self.late.is_set()) and place not in self.seen and signal.getsignal(self.number) in LISTENING:
+        if (
+            event == "line"
+            and not (self.hit or self.late.is_set())
+            and place not in self.seen
+            and signal.getsignal(self.number) in LISTENING
+        ):
             self.seen.add(place)
             if len(self.seen) == self.count:
                 self.hit = f"{Path(name).name}:{frame.f_lineno}"
@@ -189,9 +193,7 @@ def test_a_signal_at_each_line(
 
 
 @pytest.mark.parametrize("delay_s", [0.2, 1.0])
-def test_a_run_that_was_withdrawn_never_begins(
-    delay_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_withdrawn_never_begins(delay_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SuperLink starts it later, beside a successor that has the folder by then: it leaves both alone."""
     folder = begun(tmp_path)
     link = Link(delay_s)
