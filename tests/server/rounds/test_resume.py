@@ -219,7 +219,9 @@ def test_what_may_change(tmp_path: Path, straight: Ran) -> None:
     result = resumed(tmp_path, **more)
     assert result.final == straight.final
     assert [line["round"] for line in result.history] == list(range(1, 9))
-    assert len(list(result.folder.checkpoints.iterdir())) == 2  # the one before the newest stays until that is known sound
+    assert (
+        len(list(result.folder.checkpoints.iterdir())) == 2
+    )  # the one before the newest stays until that is known sound
     assert "rounds = 8" in (tmp_path / SETTINGS).read_text("utf-8")
 
 
