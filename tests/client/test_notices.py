@@ -1,4 +1,4 @@
-"""A site hears at once, and shows, why it was refused or dropped; a server hears at once of a message that is too large."""
+"""A site hears and shows why it was refused or dropped; a server hears at once of a message that is too large."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from client.node.resident import NodeOptions, Process, _serve
 from server.engines.inprocess import InProcessGrid
 from strategies.protocol.members import notices
 from strategies.protocol.messages import Refused, read_reply
+
+
+@pytest.fixture(autouse=True)
+def identified() -> None:
+    """Messages can be made in this process."""
+    InProcessGrid._identify()
 
 
 class Served:
@@ -55,7 +61,6 @@ class Served:
 
 def served(message: Message, large: bool = False) -> tuple[Message, ClientMetrics]:
     """What a node answers to one message, and what it counted."""
-    InProcessGrid._identify()
     message.metadata.__dict__["_message_id"] = "asked"
     stop, watch = threading.Event(), ClientMetrics(names=["site-1"])
     fleet = Served(stop, message, large)
@@ -87,7 +92,6 @@ def test_what_the_server_says_is_in_the_sites_log_and_health(caplog: pytest.LogC
 def test_a_notice_that_is_no_text_is_no_notice(value: Any) -> None:
     """Then it is a roll call, which says what is wrong with it."""
     message = notices("r", {1: "x"}, 30.0)[0]
-    InProcessGrid._identify()
     message.metadata.__dict__["_message_id"] = "asked"
     message.content.config_records["fedkeel"]["notice"] = value
     context = Context(run_id=1, node_id=1, node_config={"name": "site-1"}, state=RecordDict(), run_config={})
