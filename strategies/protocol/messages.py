@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
+from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
 from common.settings import checked
@@ -54,7 +55,7 @@ def cleaned(text: str, most: int = MOST_TEXT) -> str:
     return "".join(each if each.isprintable() else "?" for each in line)
 
 
-class Refused(ValueError):
+class Refused(MessageError):
     """A reply that must not touch the model; the text is the reason in the history."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
@@ -210,8 +211,12 @@ def _bounded(item: Any, value: Any) -> Any:
 
 
 def read_experiment(text: str) -> Experiment:
-    """The experiment that a message carries."""
-    return checked(Experiment, json.loads(text), "experiment in a message")
+    """The experiment that a message carries. Raises MessageError or ExperimentError."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the experiment in a message is no JSON: {error}") from None
+    return checked(Experiment, values, "[experiment in a message]")
 
 
 def content_of(
