@@ -128,7 +128,7 @@ class Rounds:
         plan = self._task.plan_hash()
         roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, own_data=not named)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict)
+        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
         if not resume:
             roster.doubt()
         trainers = roster.trainers
