@@ -99,7 +99,7 @@ def attach(
         except RunError as error:
             if stop() is not None or (not lost and not control.absent()):
                 raise
-            # Its SuperLink is gone, and what it ran with it. That is no fault of the run, nor is it what then ends late.
+            # Its SuperLink is gone, and what it ran with it: no fault of the run, nor is what ends late then.
             lost = not lost
             display.say(f"the SuperLink at {control.address} was gone ({error}); the run goes on with it")
             resume = folder.holds_run()
