@@ -293,7 +293,7 @@ def test_a_failure_of_the_server_that_passes_is_repeated(
         servicer.text = "(sqlite3.OperationalError) database is locked\n[SQL: INSERT INTO " + "x" * 5000
         node = Fleet(Access(f"127.0.0.1:{port}"), threading.Event())
         with caplog.at_level(logging.INFO):
-            answer, repeated = node._try("PullMessages", PullMessagesRequest())
+            _, repeated = node._try("PullMessages", PullMessagesRequest())
         assert repeated
         assert servicer.calls == 4
         assert all(len(text) < 500 and "\n" not in text for text in caplog.messages)
