@@ -37,6 +37,7 @@ class Checkpoint:
     copies: State
     downlink: State
     usual: dict[str, float]
+    stands: dict[str, int]
 
 
 class Checkpoints:
@@ -70,7 +71,7 @@ class Checkpoints:
             "accepted": json.dumps(coordinator.accepted),
             "known": json.dumps(coordinator.known),
             "usual": json.dumps(coordinator.usual),
-        }
+        } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -184,5 +185,6 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         parts["copies"],
         parts["downlink"],
         json.loads(about.get("usual", "{}")),
+        json.loads(about.get("stands", "{}")),
     )
     return checkpoint, about["identity"]

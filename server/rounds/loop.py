@@ -122,6 +122,7 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
+        coordinator.stands = kept.stands
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
@@ -175,6 +176,11 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if coordinator.grown:
+            record["grown"] = {name: list(change) for name, change in coordinator.grown.items()}
+            for name, (before, now) in coordinator.grown.items():
+                self._say(f"from round {round} on {name} counts with {now} training examples, it had {before}")
+            coordinator.grown.clear()
         if self._changed:
             record["changed"], self._changed = self._changed, []
         with timed(attempt.seconds, "evaluate"):
