@@ -341,7 +341,8 @@ class Experiment(Section):
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
         `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
-        `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so there it counts.
+        `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so there it
+        counts.
         """
         free = {"evaluate", "data", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)

@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 from common import vector
 from common.errors import RunError, SettingsError
 from server.rounds.attempt import Attempt, Attempts, timed
-from server.rounds.checkpoint import Checkpoints
 from server.rounds.changes import begun_as, differences, record_changes
+from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder

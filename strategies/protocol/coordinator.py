@@ -40,8 +40,9 @@ class Coordinator:
     keeps; `copies` what the server holds of each client's uploads ("client/copy.group", EF21), `downlink` of what
     clients hold; `known` name -> training examples of every client that was ever on the roll (the N and n of
     trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
-    may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is another
-    number than `known`; `grown` name -> examples before and now, of those that changed and were not told of yet; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
+    may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is
+    another number than `known`; `grown` name -> examples before and now, of those that changed and were not told of
+    yet; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
     messages; `assigned` what each client was assigned in them, `bounds` the most steps that it was asked for (0: any
     number). Whether a reply is taken is decided in `acceptance.py`.
     """

@@ -138,11 +138,12 @@ def test_data_that_changed_are_refused_unless_it_is_allowed(tmp_path: Path) -> N
     allowed.run(2)
     with pytest.raises(Refused, match="0 now"):
         allowed.coordinator.admit([replace(allowed.members["1"], examples=0)])
+    name = next(iter(allowed.coordinator.accepted))
+    grow(allowed, name, 2)
+    upload = allowed.train(name)
+    head = ReplyHead("run", name, 1, 3, allowed.coordinator.layout, "ok", "", upload.examples, upload.steps, 0.05)
     with pytest.raises(Refused, match="trackers for a part"):
-        grow(allowed, "1", 2)
-        upload = allowed.train("1")
-        head = ReplyHead("run", "1", 1, 3, allowed.coordinator.layout, "ok", "", upload.examples, upload.steps, 0.05)
-        accepted_upload(allowed.coordinator, 3, "1", Reply(head))
+        accepted_upload(allowed.coordinator, 3, name, Reply(head))
 
 
 @pytest.mark.parametrize("algorithm", ["feddyn", "fednova", "padamfed"])
