@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from server.commands import admin, run, study
+from server.commands import admin, run, sites, study
 
 cli = typer.Typer(
     add_completion=False,
@@ -37,7 +37,7 @@ COMMANDS: dict[Callable[..., None], str] = {
 
 for command, example in COMMANDS.items():
     cli.command(epilog=f"Example: python -m server {example}")(command)
-cli.add_typer(admin.sites, name="nodes")
+cli.add_typer(sites.nodes_app, name="nodes")
 
 if __name__ == "__main__":
     cli()

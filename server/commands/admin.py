@@ -41,44 +41,6 @@ def certs(
         typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
 
 
-sites = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
-SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
-
-
-@sites.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub")
-def nodes_add(
-    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
-    key: Annotated[Path, typer.Argument(help="Its public key, from `python -m client keygen`.")],
-    file: SiteFile = Path("nodes.toml"),
-) -> None:
-    """Allow a site. A server that runs with this file lets it in within seconds."""
-    with errors():
-        from server.deploy import nodes
-
-        typer.echo(f"{name} may join with key {nodes.add(file, name, key)}")
-
-
-@sites.command("list")
-def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
-    """The sites that may join."""
-    with errors():
-        from common.deploy.keys import fingerprint
-        from server.deploy import nodes
-
-        for name, key in sorted(nodes.read(file).items()):
-            typer.echo(f"{name:20} {fingerprint(key)}")
-
-
-@sites.command("remove")
-def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
-    """Shut a site out. Its key is never taken back: to return, it needs a new one."""
-    with errors():
-        from server.deploy import nodes
-
-        nodes.remove(file, name)
-        typer.echo(f"{name} is shut out")
-
-
 def doctor(
     experiment: Annotated[Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="Look at this too.")] = None,
     host: Host = LOOPBACK,

@@ -1,0 +1,87 @@
+"""Commands for who may join: `python -m server nodes` and `python -m server kit`."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server.commands.options import State, errors
+
+# Imported where used: cryptography and httpx take tenths of a second, and `--help` needs none of them.
+
+nodes_app = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
+SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
+Fingerprint = Annotated[
+    str, typer.Option(metavar="SHA256:...", help="The key's fingerprint, as its site reads it out.")
+]
+NODES = Path("nodes.toml")
+
+
+def _date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}; allowed: a date such as 2027-01-01") from None
+
+
+@nodes_app.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub --expires 2027-12-31")
+def nodes_add(
+    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
+    key: Annotated[Path | None, typer.Argument(help="Its public key, from `python -m client keygen`.")] = None,
+    fingerprint: Fingerprint = "",
+    also: Annotated[bool, typer.Option("--also", help="Beside the key that it has, until `nodes retire`.")] = False,
+    expires: Annotated[
+        datetime.date | None, typer.Option(parser=_date, metavar="DATE", help="The key's last day (UTC).")
+    ] = None,
+    file: SiteFile = NODES,
+) -> None:
+    """Allow a site, by its key or by the fingerprint of a key that has knocked or will. A server that runs with this
+    file lets it in within seconds. A key that is there gets the new --expires."""
+    with errors():
+        from server.deploy import nodes
+
+        print_ = nodes.add(file, name, key, fingerprint=fingerprint, also=also, expires=expires)
+        until = f" until {expires}" if expires else ""
+        typer.echo(f"{name} may join with key {print_}{until}")
+
+
+@nodes_app.command("list")
+def nodes_list(file: SiteFile = NODES, state: State = None) -> None:
+    """The sites that may join, and the keys that wait to be let in (--state: as of a server that cannot write beside
+    the nodes file)."""
+    with errors():
+        from common.deploy.keys import spoken
+        from server.deploy import nodes, waiting
+
+        found, day = nodes.read(file), nodes.today()
+        for name, held in sorted(found.items()):
+            for key in held:
+                said = key.ends_soon(day) or (f"until {key.expires}" if key.expires else "")
+                more = [said, "" if key.pem else "its key is taken when it knocks"]
+                typer.echo(f"{name:20} {key.fingerprint} {'; '.join(filter(None, more))}".rstrip())
+        known = {key.fingerprint for held in found.values() for key in held}
+        for print_, each in waiting.read(waiting.place(file, state)).items():
+            if print_ not in known:
+                typer.echo(f"{'waiting':20} {print_} from {each.address}, last {each.last}\n{'':20} {spoken(print_)}")
+
+
+@nodes_app.command("retire", epilog="Example: python -m server nodes retire site-3")
+def nodes_retire(name: str, fingerprint: Fingerprint = "", file: SiteFile = NODES) -> None:
+    """Take away the older of a site's two keys, or the one that is named. It is never taken back."""
+    with errors():
+        from server.deploy import nodes
+
+        typer.echo(f"{name}: key {nodes.retire(file, name, fingerprint)} is refused from now on")
+
+
+@nodes_app.command("remove")
+def nodes_remove(name: str, file: SiteFile = NODES) -> None:
+    """Shut a site out. Its keys are never taken back: to return, it needs a new one."""
+    with errors():
+        from server.deploy import nodes
+
+        nodes.remove(file, name)
+        typer.echo(f"{name} is shut out")
