@@ -115,5 +115,5 @@ def read_fingerprint(text: str, source: str) -> str:
         if "SHA256:" + base64.b64encode(digest).decode().rstrip("=") == text:
             return text
     raise SettingsError(
-        f"{source}: {text[:80]!r} is no fingerprint; allowed: SHA256: and 43 letters, or 64 hexadecimal digits in groups"
+        f"{source}: {text[:80]!r} is no fingerprint; allowed: SHA256: and 43 letters, or 64 hexadecimal digits"
     )

@@ -14,9 +14,7 @@ from server.commands.options import State, errors
 
 nodes_app = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
 SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
-Fingerprint = Annotated[
-    str, typer.Option(metavar="SHA256:...", help="The key's fingerprint, as its site reads it out.")
-]
+Fingerprint = Annotated[str, typer.Option(metavar="SHA256:...", help="Of the key, as its site reads it out.")]
 NODES = Path("nodes.toml")
 
 

@@ -19,7 +19,7 @@ LOOK_S = 1.0
 
 
 def reconcile(control: Control, wanted: Mapping[bytes, str], say: Callable[[str], None]) -> None:
-    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, missing ones registered."""
+    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, then missing ones come."""
     known = {node.public_key: node for node in control.nodes()}
     for pem, node in known.items():
         if wanted.get(pem) != node.name:
@@ -78,7 +78,7 @@ class Admission:
         self._thread.join()
 
     def look(self) -> None:
-        """Bring the SuperLink in step now. Raises SettingsError for a file that is wrong, RunError without an answer."""
+        """Bring the SuperLink in step now. Raises SettingsError for a wrong file, RunError without an answer."""
         wanted, day = nodes.read(self._path), self._today()
         knocked = waiting.read(self._knocks)
         reconcile(self._control, nodes.admitted(wanted, {p: k.pem for p, k in knocked.items()}, day), self._say)
