@@ -16,6 +16,18 @@ nodes_app = typer.Typer(no_args_is_help=True, help="Which sites may join, by the
 SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
 Fingerprint = Annotated[str, typer.Option(metavar="SHA256:...", help="Of the key, as its site reads it out.")]
 NODES = Path("nodes.toml")
+Audit = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Note it in this audit log; default: audit.jsonl beside the nodes file, if any."),
+]
+
+
+def note(audit: Path | None, file: Path, what: str, site: str, key: str = "", **more: object) -> None:
+    """A line in the audit log that was named, or that lies beside the nodes file."""
+    from common.deploy.audit import NAME, AuditLog
+
+    if audit or (audit := file.with_name(NAME)).exists():
+        AuditLog(audit).record(what, site=site, key=key, **more)
 
 
 def _date(text: str) -> datetime.date:
@@ -35,6 +47,7 @@ def nodes_add(
         datetime.date | None, typer.Option(parser=_date, metavar="DATE", help="The key's last day (UTC).")
     ] = None,
     file: SiteFile = NODES,
+    audit: Audit = None,
 ) -> None:
     """Allow a site, by its key or by the fingerprint of a key that has knocked or will. A server that runs with this
     file lets it in within seconds. A key that is there gets the new --expires."""
@@ -42,6 +55,7 @@ def nodes_add(
         from server.deploy import nodes
 
         print_ = nodes.add(file, name, key, fingerprint=fingerprint, also=also, expires=expires)
+        note(audit, file, "nodes add", name, print_, also=also, expires=str(expires or ""))
         until = f" until {expires}" if expires else ""
         typer.echo(f"{name} may join with key {print_}{until}")
 
@@ -67,19 +81,22 @@ def nodes_list(file: SiteFile = NODES, state: State = None) -> None:
 
 
 @nodes_app.command("retire", epilog="Example: python -m server nodes retire site-3")
-def nodes_retire(name: str, fingerprint: Fingerprint = "", file: SiteFile = NODES) -> None:
+def nodes_retire(name: str, fingerprint: Fingerprint = "", file: SiteFile = NODES, audit: Audit = None) -> None:
     """Take away the older of a site's two keys, or the one that is named. It is never taken back."""
     with errors():
         from server.deploy import nodes
 
-        typer.echo(f"{name}: key {nodes.retire(file, name, fingerprint)} is refused from now on")
+        print_ = nodes.retire(file, name, fingerprint)
+        note(audit, file, "nodes retire", name, print_)
+        typer.echo(f"{name}: key {print_} is refused from now on")
 
 
 @nodes_app.command("remove")
-def nodes_remove(name: str, file: SiteFile = NODES) -> None:
+def nodes_remove(name: str, file: SiteFile = NODES, audit: Audit = None) -> None:
     """Shut a site out. Its keys are never taken back: to return, it needs a new one."""
     with errors():
         from server.deploy import nodes
 
-        nodes.remove(file, name)
+        for key in nodes.remove(file, name):
+            note(audit, file, "nodes remove", name, key.fingerprint)
         typer.echo(f"{name} is shut out")

@@ -19,7 +19,7 @@ LOOK_S = 1.0
 
 
 def reconcile(control: Control, wanted: Mapping[bytes, str], say: Callable[[str], None]) -> None:
-    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, then missing ones come."""
+    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, others added."""
     known = {node.public_key: node for node in control.nodes()}
     for pem, node in known.items():
         if wanted.get(pem) != node.name:

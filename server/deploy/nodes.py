@@ -202,12 +202,10 @@ def _unique(nodes: Nodes, path: str) -> None:
     for name, held in nodes.items():
         for key in held:
             if key.fingerprint in owner:
-                both = (
-                    f"{owner[key.fingerprint]!r} and {name!r} have"
-                    if owner[key.fingerprint] != name
-                    else f"{name!r} has twice"
+                other = owner[key.fingerprint]
+                raise SettingsError(
+                    f"nodes file {path!r}: {other!r} and {name!r} have the same key; each needs its own"
                 )
-                raise SettingsError(f"nodes file {path!r}: {both} the same key; each needs its own")
             owner[key.fingerprint] = name
 
 

@@ -1,4 +1,4 @@
-"""Keys that have knocked and are not known: written down by the SuperLink, shown by `nodes list`, taken by fingerprint."""
+"""Keys that knocked and are not known: written down by the SuperLink, shown by `nodes list`, taken by fingerprint."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_what_knocks_is_bounded_and_kept_for_a_day(tmp_path: Path) -> None:
         knocks.add(pem(each), "\x1b[31m" * 1000)
     held = waiting.read(file)
     assert len(held) == waiting.MOST
-    assert list(held)[0] == fingerprint(made[-1])
+    assert next(iter(held)) == fingerprint(made[-1])
     assert fingerprint(made[0]) not in held
     now[0] += datetime.timedelta(days=2)
     waiting.Knocks(file, lambda: now[0]).add(pem(made[0]), "y")
