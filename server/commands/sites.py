@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,12 +22,13 @@ Audit = Annotated[
 ]
 
 
-def note(audit: Path | None, file: Path, what: str, site: str, key: str = "", **more: object) -> None:
+def note(audit: Path | None, file: Path, what: str, site: str, key: str = "", **more: Any) -> None:
     """A line in the audit log that was named, or that lies beside the nodes file."""
     from common.deploy.audit import NAME, AuditLog
 
-    if audit or (audit := file.with_name(NAME)).exists():
-        AuditLog(audit).record(what, site=site, key=key, **more)
+    place = audit or file.with_name(NAME)
+    if audit or place.exists():
+        AuditLog(place).record(what, site=site, key=key, **more)
 
 
 def _date(text: str) -> datetime.date:

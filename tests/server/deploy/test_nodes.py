@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from common.deploy import keys
+from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from server.__main__ import cli
 from server.commands import doctor
@@ -232,6 +233,13 @@ def test_a_key_that_waits_is_listed_and_let_in_by_its_fingerprint(tmp_path: Path
         assert done.exit_code == 0, done.output
     assert "waiting" not in done.output
     assert "until 2999-01-01" in done.output
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for words in (["add", "a", "--also", str(pair(tmp_path, "new"))], ["retire", "a"], ["remove", "a"]):
+        done = run.invoke(cli, ["nodes", *words, "--file", str(file)])
+        assert done.exit_code == 0, done.output
+    noted = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [each["what"] for each in noted] == ["nodes add", "nodes retire", "nodes remove"]
+    assert noted[1]["key"] == fingerprint(own)
     assert run.invoke(cli, ["nodes", "add", "b", "--fingerprint", "SHA256:x", "--file", str(file)]).exit_code == 2
     assert run.invoke(cli, ["nodes", "add", "b", "--expires", "soon", "--file", str(file)]).exit_code == 2
 
