@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common import portable
+from common.deploy.options import finite
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
@@ -22,6 +23,7 @@ import typer
 from client.commands import admin
 from client.commands.options import (
     DEFAULT_MEMORY,
+    AllowTask,
     Authority,
     Data,
     Device,
@@ -33,6 +35,7 @@ from client.commands.options import (
     PolicyFile,
     Portable,
     Server,
+    TrustServer,
     errors,
 )
 from common.deploy import audit_commands
@@ -65,15 +68,19 @@ def join(
     ca: Authority = None,
     key: Key = None,
     policy: PolicyFile = None,
+    allow_task: AllowTask = None,
+    trust_server: TrustServer = False,
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
     gpu_memory_fraction: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the GPU's memory for this process; 0: no limit.")
+        float,
+        typer.Option(min=0, max=1, callback=finite, help="Part of the GPU's memory for this process; 0: no limit."),
     ] = 0.0,
     insecure: Insecure = False,
     max_wait: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long without a server.")
+        float | None,
+        typer.Option(min=0, callback=finite, metavar="SECONDS", help="Give up after so long without a server."),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
@@ -102,6 +109,8 @@ def join(
                 str(_memory(memory, each, len(name))),
                 _existing("--policy", str(policy or "")),
                 gpu_memory_fraction,
+                tuple(allow_task or ()),
+                trust_server,
             )
             for each in name
         ]
@@ -110,7 +119,9 @@ def join(
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
+        from common.data import grant
 
+        grant.close()
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)

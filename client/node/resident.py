@@ -21,11 +21,11 @@ from flwr.common.constant import ErrorCode
 
 from client.memory.folder import open_memory
 from client.node.access import Access
-from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping
+from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge
 from client.node.fleet import Fleet
 from common.errors import RunError, SettingsError
 from strategies.protocol import wire
-from strategies.protocol.messages import outline
+from strategies.protocol.messages import notice_of, outline
 
 log = logging.getLogger("client.node.resident")
 
@@ -53,6 +53,9 @@ class Watch(Protocol):
     ) -> None:
         """One more message was answered."""
 
+    def told(self, name: str, notice: str) -> None:
+        """The server said why it refuses a client, or dropped its upload."""
+
 
 @dataclass(frozen=True)
 class NodeOptions:
@@ -65,12 +68,15 @@ class NodeOptions:
     memory: str = ""
     policy: str = ""
     gpu_memory_fraction: float = 0.0
+    allow_tasks: tuple[str, ...] = ()
+    trusted: bool = False
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
         plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy")}
-        return {**plain, "gpu-memory-fraction": self.gpu_memory_fraction}
+        allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
+        return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 
 
 @dataclass
@@ -175,10 +181,10 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             process.pause(time.monotonic() - last_work)
             continue
         process.wake()
-        run_id, tree = found
+        run_id = found.run_id
         try:
             started = time.monotonic()
-            message = fleet.receive(run_id, tree)
+            message = fleet.receive(found)
             received = time.monotonic()
             with process.at_work:
                 begun = time.monotonic()
@@ -191,6 +197,9 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             log.info("run %d has ended; its message is dropped", run_id)
         except SenderGone as error:
             log.warning("run %d: %s", run_id, error)
+        except TooLarge as error:
+            log.warning("run %d: %s; the server is told", run_id, error)
+            fleet.send(fleet.refusal(found, f"{options.name}: {error}"), 0.0)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
         except Exception:
@@ -200,6 +209,9 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
 
 def _count(watch: Watch | None, name: str, message: Message, reply: Message, seconds: Mapping[str, float]) -> None:
     if watch is not None:
+        if notice := notice_of(message):
+            watch.told(name, notice)
+            return
         status, metrics = outline(reply)
         kind = message.metadata.message_type.partition(".")[0]
         down, up = (wire.size(each.content) if each.has_content() else 0 for each in (message, reply))
@@ -222,7 +234,8 @@ def _answer(app: App, message: Message, context: Context) -> Message:
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
         return reply
-    except Exception as error:
+    except Exception:
+        # Its text may hold what is this site's alone; client/reasons.py says what may leave.
         log.exception("run %d: the ClientApp failed", context.run_id)
-        reason = f"{context.node_config['name']}: {type(error).__name__}: {error}"
+        reason = f"client {context.node_config['name']}: failed: something went wrong at the site; its log has more"
         return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)

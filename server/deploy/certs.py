@@ -19,6 +19,8 @@ from common.deploy.keys import private_pem, write_private
 from common.errors import SettingsError
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "server.pem", "server.key"
+TRUST = "trust.pem"
+"""The new authority and the one before it: what sites trust while the server changes from one to the other."""
 
 # Flower's own helper processes reach the server by these.
 ALWAYS_HOSTS, ALWAYS_ADDRESSES = ("localhost",), ("127.0.0.1", "::1")
@@ -37,6 +39,12 @@ class Certificates:
     def ca(self) -> Path:
         """The authority's certificate: what clients trust."""
         return self.folder / CA
+
+    @property
+    def trust(self) -> Path:
+        """What sites are to trust: two authorities while one takes over from another, else `ca`."""
+        both = self.folder / TRUST
+        return both if both.exists() else self.ca
 
     @property
     def certificate(self) -> Path:
