@@ -30,6 +30,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     run.run: "run experiments/digits.toml --host 0.0.0.0 --certs certs",
     run.superlink: "superlink --host 0.0.0.0 --certs certs --nodes nodes.toml --state state",
     admin.certs: "certs --host fl.example.org --ip 192.0.2.7",
+    sites.kit: "kit site-3 --server fl.example.org:9092",
     admin.doctor: "doctor first.toml --host 0.0.0.0 --certs certs",
     study.check: "check experiments/digits.toml",
     study.partition: "partition experiments/digits.toml --out plan.json --picture plan.png",

@@ -69,6 +69,11 @@ def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+def public_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The public key in PEM of a private one."""
+    return key.public_key().public_bytes(*_PEM)
+
+
 def read_public(text: str | bytes, source: str) -> bytes:
     """A public key, given as an OpenSSH line or as PEM, as the PEM that Flower knows nodes by.
 

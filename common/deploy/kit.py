@@ -116,9 +116,7 @@ def write(path: Path, name: str, server: str, version: str, made: date, files: M
     }
     manifest = checked(Manifest, values, "kit")
     if path.exists():
-        raise SettingsError(
-            f"{str(path)!r} exists already and is not overwritten; move it away or choose another --out"
-        )
+        raise SettingsError(f"{str(path)!r} exists already and is not overwritten; choose another --out")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -28,17 +28,23 @@ def certs(
     ip: Annotated[list[str] | None, typer.Option(help="IP address that clients type; may be given again.")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder.")] = Path("certs"),
     days: Annotated[int, typer.Option(min=1, max=3650, help="Until the server's certificate expires.")] = 825,
+    beside: Annotated[
+        Path | None, typer.Option(help="The folder of the authority before this new one: OUT/trust.pem holds both.")
+    ] = None,
 ) -> None:
     """Make a certificate authority and the server's certificate, or with an authority that is there a new certificate.
 
     Sites get OUT/ca.pem. OUT/ca.key signs further certificates: keep it off the server.
     """
     with errors():
+        from common.deploy.kit import authorities
         from server.deploy import certs as authority
 
-        made = authority.write(out, host or [], ip or [], days)
+        made = authority.write(out, host or [], ip or [], days, beside)
         typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
-        typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
+        for each in authorities(made.trust.read_bytes(), str(made.trust)):
+            typer.echo(f"authority {each.fingerprint} ({each.subject}, until {each.until})")
+        typer.echo(f"sites need {made.trust}; keep {out / authority.CA_KEY} in a safe place")
 
 
 def doctor(

@@ -38,6 +38,33 @@ def _date(text: str) -> datetime.date:
         raise typer.BadParameter(f"{text!r}; allowed: a date such as 2027-01-01") from None
 
 
+def kit(
+    name: Annotated[str, typer.Argument(metavar="SITE", help="The site's name: it joins under this one.")],
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where it finds the server.")],
+    certs: Annotated[Path, typer.Option(file_okay=False, help="Folder of `python -m server certs`.")] = Path("certs"),
+    ca: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The authority, or several, instead of the folder's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The archive. Default: SITE.zip.")] = None,
+    file: SiteFile = NODES,
+    audit: Audit = None,
+) -> None:
+    """Make one archive with all that a site needs but its key and data. Nothing in it is secret."""
+    with errors():
+        from server.deploy import kits
+
+        made = kits.make(kits.Order(name, server, certs, ca), out or Path(f"{name}.zip"), datetime.date.today())
+        note(audit, file, "kit made", name, made.manifest.authorities[0], server=server)
+        typer.echo(f"{out or Path(f'{name}.zip')}: for {name}; there: python -m client join {name}.zip --data PATH")
+        typer.echo("over the phone, read out the authority's fingerprint; both sides must have the same:")
+        for fingerprint in made.manifest.authorities:
+            typer.echo(f"    {fingerprint}")
+        typer.echo(
+            "and let them read out their key's: python -m server nodes add "
+            + f"{name} --fingerprint 'THEIR FINGERPRINT'"
+        )
+
+
 @nodes_app.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub --expires 2027-12-31")
 def nodes_add(
     name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
