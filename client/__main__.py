@@ -106,17 +106,17 @@ def join(
         from client.node.access import Access
         from client.node.resident import NodeOptions, run_nodes
 
-        patience = {}
         if kit:
             from client.commands.kit import ask, unpack
 
             given = unpack(kit, folder, authority, agreed=ask())
             server, name, ca = server or given.server, name or [given.name], ca or given.ca
             key, policy = key or str(given.key), policy or given.policy
-            patience = {"patience_s": math.inf}
         elif not (server and name):
             raise SettingsError("join: give the kit of the server's operator, or --server and --name")
-        access = Access(server, str(ca or ""), "", insecure, max_wait, **patience)
+        access = Access(server, str(ca or ""), "", insecure, max_wait)
+        if kit:
+            access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
         clients = [
             NodeOptions(
