@@ -98,6 +98,9 @@ class TrainHead:
     """In place of the local work that the settings name. 0: as they say."""
     steps: int = 0
     """At most so many local steps: the client is a straggler. 0: no bound."""
+    part: float = field(default=1.0, metadata=LATER)
+    """The part of this client's own trackers that the server's averages hold, in units of its present share: not 1 from
+    when its number of examples changed until an upload of its is accepted; see `Coordinator.admit`."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ class ReplyHead(Answer):
     examples: int = 0
     steps: int = 0
     lr: float = 0.0
+    part: float = field(default=1.0, metadata=LATER)
+    """As in the message: a release that does not know it would send a wrong change of its trackers."""
 
 
 @dataclass
