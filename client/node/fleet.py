@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -75,7 +76,7 @@ from client.node.errors import (
     reason,
     wrong_tls,
 )
-from common.deploy.keys import load_private
+from common.deploy.keys import fingerprint, load_private
 from common.errors import RunError, SettingsError
 from common.flower import PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
 
@@ -83,9 +84,9 @@ log = logging.getLogger("client.node.resident")
 
 CALL_TIMEOUT_S = 30.0
 
-PATIENCE_S = 25.0
-"""How long a site with a key of its own tries to get in: a little longer than a server holds a killed one for alive."""
 AGAIN_S = 2.0
+REMIND_S = 600.0
+"""Between two lines that say that a site still waits to be let in."""
 
 OBJECT_TIMEOUT_S = 600.0
 
@@ -151,10 +152,11 @@ class Fleet:
     def join(self) -> None:
         """Register and activate this node and start its heartbeat.
 
-        A refusal is told at once and then tried again for `PATIENCE_S` seconds: the server may have just started and
-        not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
+        A refusal is told at once and then tried again for `patience_s` of its access: the server may have just started
+        and not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
         """
-        end, told = time.monotonic() + PATIENCE_S, ""
+        patience, told, until = self.access.patience_s, "", 0.0
+        end = time.monotonic() + patience
         while not self.node.node_id:
             try:
                 self.node = Node(node_id=self._enter())
@@ -162,12 +164,20 @@ class Fleet:
                 refused = f"the server at {self.address} refuses this node: {reason(error)}"
                 if time.monotonic() > end or not self.access.key:
                     raise SettingsError(refused) from None
-                if refused != told:
-                    log.warning("%s; trying again for %.0f s", refused, PATIENCE_S)
-                    told = refused
+                if refused != told or time.monotonic() > until:
+                    log.warning("%s; %s", refused, self._how_long(patience))
+                    told, until = refused, time.monotonic() + REMIND_S
                 if self.stop.wait(AGAIN_S):
                     raise Stopping from None
         self._heartbeat.start()
+
+    def _how_long(self, patience_s: float) -> str:
+        if patience_s < math.inf:
+            return f"trying again for {patience_s:.0f} s"
+        return (
+            "waiting, and joining by itself when its operator lets this site in: python -m server nodes add NAME "
+            f"--fingerprint {fingerprint(self._public_key)}"
+        )
 
     def _enter(self) -> int:
         if not self.access.key:

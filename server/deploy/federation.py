@@ -13,9 +13,9 @@ from common.deploy.addresses import is_loopback
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
+from server.deploy.admission import Admission
 from server.deploy.clients import start_clients
 from server.deploy.control import Control
-from server.deploy.nodes import Admission
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.stopping import Stop, Stopped, heed
@@ -57,7 +57,7 @@ def run(
         )
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, display.say))
+            stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
         if not names:
             display.say(f"clients join with: {join_command(link.options)}")
 
