@@ -23,6 +23,7 @@ import typer
 
 from client.commands import admin
 from client.commands.options import (
+    AUTO,
     DEFAULT_MEMORY,
     AllowTask,
     Authority,
@@ -118,6 +119,15 @@ def join(
         if kit:
             access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
+        stop, held = stop_on_signal(), None
+        if found := AUTO.fullmatch(name[0]):
+            from client.memory.names import claim
+
+            claimed = claim((memory or DEFAULT_MEMORY).expanduser(), int(found[1]) if found[1] else None, stop)
+            if claimed is None:
+                return
+            name, held = [claimed[0]], claimed[1]
+            memory = held.folder
         clients = [
             NodeOptions(
                 replace(access, key=_own(key, each)),
@@ -129,17 +139,19 @@ def join(
                 gpu_memory_fraction,
                 tuple(allow_task or ()),
                 trust_server,
+                held,
             )
             for each in name
         ]
-        stop = stop_on_signal()
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
         from common.data import grant
+        from common.partition import split_cache
 
         grant.close()
+        split_cache.share_in(held.folder.parent / ".plans" if held else Path(clients[0].memory) / ".plans")
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,13 @@ from common.settings import name_fault
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
 
 
+AUTO = re.compile(r"auto(?::([1-9][0-9]{0,5}))?")
+"""A name that stands for whichever is free, of the first so many."""
+
+
 def _checked_names(names: list[str] | None) -> list[str] | None:
+    if names and len(names) == 1 and AUTO.fullmatch(names[0]):
+        return names
     for name in names or []:
         if fault := name_fault(name):
             raise typer.BadParameter(fault)
@@ -33,7 +40,8 @@ Names = Annotated[
     typer.Option(
         "--name",
         callback=_checked_names,
-        help="This site's name, its own and always the same; given again, this process hosts several clients.",
+        help="This site's name, its own and always the same; given again, this process hosts several clients. "
+        "auto: the lowest whole number that no other client holds below --memory; auto:N, of the first N.",
     ),
 ]
 KitFile = Annotated[

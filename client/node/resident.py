@@ -19,7 +19,7 @@ from typing import Protocol
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from client.memory.folder import open_memory
+from client.memory.folder import OpenMemory, open_memory
 from client.node.access import Access
 from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge, brief
 from client.node.fleet import Fleet
@@ -70,6 +70,8 @@ class NodeOptions:
     gpu_memory_fraction: float = 0.0
     allow_tasks: tuple[str, ...] = ()
     trusted: bool = False
+    held: OpenMemory | None = None
+    """The memory folder, if it has been taken already."""
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
@@ -117,7 +119,7 @@ def run_nodes(clients: Sequence[NodeOptions], app: App, stop: threading.Event, w
         for client in clients:
             client.access.check()
             if client.memory:
-                stack.enter_context(open_memory(client.memory))
+                stack.enter_context(client.held or open_memory(client.memory))
         threads = [
             threading.Thread(target=_guarded, args=(client, process, errors), name=client.name, daemon=True)
             for client in clients
