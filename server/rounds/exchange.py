@@ -14,8 +14,14 @@ from flwr.serverapp import Grid
 from server.rounds import reply_limits
 from server.rounds.stopping import Stop
 
-# A look costs a SuperLink about 2 ms of the CPU time that uploads need.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 0.25, 0.02
+# A look costs a SuperLink up to 10 ms of the CPU time that uploads need.
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 1.0, 0.02
+
+
+def pause_after(waited_s: float, shortest_s: float = SHORTEST_PAUSE_S) -> float:
+    """Seconds until the next look after so many without news: a fiftieth of them, which is all that waiting costs."""
+    return min(LONGEST_PAUSE_S, max(shortest_s, waited_s * SHARE_OF_WAIT))
+
 
 NODES_S = 2.0
 """Between two looks for nodes that started anew and so lost what they were asked."""
@@ -78,7 +84,7 @@ class Exchange:
                 break
             if not arrived:
                 time.sleep(min(pause, max(0.0, until - now)))
-                pause = min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, (now - started) * SHARE_OF_WAIT))
+                pause = pause_after(now - started)
         self._forgotten |= names.keys()
         return replies
 

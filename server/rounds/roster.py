@@ -14,7 +14,7 @@ from common.arithmetic import describe
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
-from server.rounds.exchange import Exchange
+from server.rounds.exchange import Exchange, pause_after
 from server.rounds.stopping import Stop, heed
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
@@ -91,7 +91,7 @@ class Roster:
             if (text := self._missing(count, expected)) != told and (not told or time.monotonic() - said > SAY_S):
                 told, said = text, time.monotonic()
                 self._say(text)
-            time.sleep(POLL_S)
+            time.sleep(pause_after(time.monotonic() - started, POLL_S))
 
     def _missing(self, count: int, expected: Sequence[str]) -> str:
         away = [name for name in expected if name not in self.members]
@@ -107,7 +107,7 @@ class Roster:
             if time.monotonic() - started > deadline_s:
                 return False
             heed(self._stop)
-            time.sleep(POLL_S)
+            time.sleep(pause_after(time.monotonic() - started, POLL_S))
             self.refresh()
         return True
 

@@ -328,7 +328,8 @@ def test_a_split_made_apart_loads_nothing_here_and_is_made_once(tmp_path: Path) 
         "import sys, numpy as np\n"
         "from common.experiment import PartitionSettings\n"
         "from common.partition.make import make_assignment\n"
-        "made = make_assignment(PartitionSettings(kind='dirichlet', clients=5, alpha=0.3), np.arange(200) % 7, None, 3)\n"
+        "settings = PartitionSettings(kind='dirichlet', clients=5, alpha=0.3)\n"
+        "made = make_assignment(settings, np.arange(200) % 7, None, 3)\n"
         "print(made.hash, 'datasets' in sys.modules, 'pandas' in sys.modules)\n"
     )
     environment = {**os.environ, "FEDKEEL_PLANS": str(tmp_path), "PYTHONPATH": str(ROOT)}
