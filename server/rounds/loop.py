@@ -147,6 +147,8 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if waiting := attempts.roster.undecided.names:
+            record["waiting"] = waiting
         with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(coordinator)
