@@ -22,6 +22,7 @@ import typer
 from client.commands import admin
 from client.commands.options import (
     DEFAULT_MEMORY,
+    AllowTask,
     Authority,
     Data,
     Device,
@@ -33,6 +34,7 @@ from client.commands.options import (
     PolicyFile,
     Portable,
     Server,
+    TrustServer,
     errors,
 )
 from common.deploy.logs import LogFormat
@@ -63,6 +65,8 @@ def join(
     ca: Authority = None,
     key: Key = None,
     policy: PolicyFile = None,
+    allow_task: AllowTask = None,
+    trust_server: TrustServer = False,
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
@@ -100,6 +104,8 @@ def join(
                 str(_memory(memory, each, len(name))),
                 _existing("--policy", str(policy or "")),
                 gpu_memory_fraction,
+                tuple(allow_task or ()),
+                trust_server,
             )
             for each in name
         ]
@@ -108,7 +114,9 @@ def join(
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
+        from common.data import grant
 
+        grant.close()
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)

@@ -13,6 +13,7 @@ from client.memory.versions import DiskMemory, Memory
 from client.received import check_numbers, receive
 from client.session import Session, hosted, memory_of, policy_of
 from client.training.work import LocalWork, local_steps
+from common.errors import MessageError
 from common.seeds import derive, torch_seeded
 from common.vector import State
 from strategies.base import Upload
@@ -33,9 +34,9 @@ def open_session(
 ) -> Session:
     session = session_of(head.experiment, context)
     if head.layout != session.model.layout_hash:
-        raise ValueError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
+        raise MessageError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
     if head.client not in hosted(context, session.task):
-        raise ValueError(f"this node does not host client {head.client!r}")
+        raise MessageError(f"this node does not host client {head.client!r}")
     return session
 
 

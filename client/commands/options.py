@@ -45,8 +45,21 @@ Authority = Annotated[
 Key = Annotated[
     str | None, typer.Option(metavar="PATH", help="The private key of `keygen`; {name} is the client's name.")
 ]
-PolicyFile = Annotated[
-    Path | None, typer.Option(help="What a server may ask of this site, in TOML; see client/policy.py")
+PolicyFile = Annotated[Path | None, typer.Option(help="What a server may ask of this site, in TOML; docs/policy.md")]
+AllowTask = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="A task of one's own that experiments may run here, beside those of this project; may be given again.",
+    ),
+]
+TrustServer = Annotated[
+    bool,
+    typer.Option(
+        "--trust-server",
+        help="The server is run by this machine's owner: its experiments may name code, files and downloads, and it is "
+        "told whole errors. Bounded by --policy alone.",
+    ),
 ]
 Memory = Annotated[
     Path | None,

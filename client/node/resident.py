@@ -65,12 +65,15 @@ class NodeOptions:
     memory: str = ""
     policy: str = ""
     gpu_memory_fraction: float = 0.0
+    allow_tasks: tuple[str, ...] = ()
+    trusted: bool = False
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
         plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy")}
-        return {**plain, "gpu-memory-fraction": self.gpu_memory_fraction}
+        allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
+        return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 
 
 @dataclass
@@ -222,7 +225,8 @@ def _answer(app: App, message: Message, context: Context) -> Message:
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
         return reply
-    except Exception as error:
+    except Exception:
+        # Its text may hold what is this site's alone; client/reasons.py says what may leave.
         log.exception("run %d: the ClientApp failed", context.run_id)
-        reason = f"{context.node_config['name']}: {type(error).__name__}: {error}"
+        reason = f"client {context.node_config['name']}: failed: something went wrong at the site; its log has more"
         return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)

@@ -13,10 +13,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from common.data.grant import granted
 from common.data.hub import reachable
 from common.data.tokens import Encoder, pretrained, utf8, words
 from common.errors import SettingsError
-from common.settings import Section
+from common.settings import Section, shown
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -215,8 +216,12 @@ def _check_config(settings: ModelSettings, config: Any) -> None:
 
 
 def _source(settings: ModelSettings) -> str:
-    folder = Path(settings.pretrained).expanduser()
-    return str(folder) if folder.is_dir() else settings.pretrained
+    """The folder or the name on the hub that `pretrained` is. Raises Denied for what the site has not granted."""
+    folder = Path(os.path.expanduser(settings.pretrained))
+    if granted().file(settings.pretrained) and folder.is_dir():
+        return str(folder)
+    granted().download(settings.pretrained, f"task.pretrained = {shown(settings.pretrained)}")
+    return settings.pretrained
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.data.examples import ClientData, Examples
-from common.data.hub import Corpus, local_table, read_corpus
+from common.data.hub import Corpus, local_table, own_table, read_corpus
 from common.data.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
@@ -160,7 +160,7 @@ class Shakespeare(Classification):
         return self._data(self._text, starts, self.assignment.clients[number], self.assignment.holdout[number])
 
     def _site(self, name: str, file: str) -> ClientData:
-        table, _ = local_table(file, f"file of client {name!r}")
+        table, _ = own_table(file, name)
         held = roles(table, file)
         starts = self._starts(held)
         text = np.concatenate([*(role.text for role in held), np.zeros(0, np.uint8)])

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
+from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
 from common.settings import checked, name_fault
@@ -40,7 +41,7 @@ WAITING, DENIED = "waiting", "denied"
 """Of a site where a person decides which runs it takes part in: not decided yet; decided against it."""
 
 
-class Refused(ValueError):
+class Refused(MessageError):
     """A reply that must not touch the model; the text is the reason in the history."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
@@ -207,8 +208,12 @@ def read_head(cls: type[T], content: RecordDict) -> T:
 
 
 def read_experiment(text: str) -> Experiment:
-    """The experiment that a message carries."""
-    return checked(Experiment, json.loads(text), "experiment in a message")
+    """The experiment that a message carries. Raises MessageError or ExperimentError."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the experiment in a message is no JSON: {error}") from None
+    return checked(Experiment, values, "[experiment in a message]")
 
 
 def content_of(

@@ -58,7 +58,7 @@ def test_a_policy_says_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("max_step = 3", "max_step = 3: unknown key; allowed here: experiments, tasks, strategies, max_steps"),
+        ("max_step = 3", "max_step = 3: unknown key; allowed here: experiments, tasks, files, downloads, strategies,"),
         ("max_steps = 0", "max_steps = 0: Input should be greater than or equal to 1"),
         ('max_steps = "3"', "max_steps = '3': Input should be a valid integer"),
         ('tasks = "digits"', "tasks = 'digits': Input should be a valid list"),
