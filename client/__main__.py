@@ -37,6 +37,7 @@ from client.commands.options import (
     TrustServer,
     errors,
 )
+from common.deploy import audit_commands
 from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 
@@ -54,6 +55,7 @@ cli = typer.Typer(
 cli.command(epilog="Example: python -m client keygen --out site-3.key")(admin.keygen)
 cli.command(epilog="Example: python -m client doctor --server fl.example.org:9092 --ca ca.pem")(admin.doctor)
 cli.add_typer(admin.memories, name="memory")
+cli.add_typer(audit_commands.commands(errors), name="audit")
 
 
 @cli.command(

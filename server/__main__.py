@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import typer
 
+from common.deploy import audit_commands
 from server.commands import admin, run, study
+from server.commands.options import errors
 
 cli = typer.Typer(
     add_completion=False,
@@ -38,6 +40,7 @@ COMMANDS: dict[Callable[..., None], str] = {
 for command, example in COMMANDS.items():
     cli.command(epilog=f"Example: python -m server {example}")(command)
 cli.add_typer(admin.sites, name="nodes")
+cli.add_typer(audit_commands.commands(errors), name="audit")
 
 if __name__ == "__main__":
     cli()
