@@ -19,10 +19,12 @@ from typing import Annotated, Any
 
 import typer
 
-from client.commands import admin
+from client.commands import admin, runs
 from client.commands.options import (
     DEFAULT_MEMORY,
     AllowTask,
+    ApprovalsFile,
+    Approve,
     Authority,
     Data,
     Device,
@@ -35,6 +37,7 @@ from client.commands.options import (
     Portable,
     Server,
     TrustServer,
+    approvals_file,
     errors,
 )
 from common.deploy import audit_commands
@@ -55,6 +58,10 @@ cli = typer.Typer(
 cli.command(epilog="Example: python -m client keygen --out site-3.key")(admin.keygen)
 cli.command(epilog="Example: python -m client doctor --server fl.example.org:9092 --ca ca.pem")(admin.doctor)
 cli.add_typer(admin.memories, name="memory")
+cli.command(epilog="Example: python -m client approvals --show")(runs.approvals)
+cli.command(epilog="Example: python -m client approve first")(runs.approve)
+cli.command(epilog="Example: python -m client deny 3f9a0c41")(runs.deny)
+cli.command(epilog="Example: python -m client revoke first")(runs.revoke)
 cli.add_typer(audit_commands.commands(errors), name="audit")
 
 
@@ -69,6 +76,8 @@ def join(
     policy: PolicyFile = None,
     allow_task: AllowTask = None,
     trust_server: TrustServer = False,
+    approve: Approve = "policy",
+    approvals: ApprovalsFile = None,
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
@@ -96,6 +105,7 @@ def join(
         from client.node.resident import NodeOptions, run_nodes
 
         access = Access(server, str(ca or ""), "", insecure, max_wait)
+        file = str(approvals_file(approvals, memory, name))
         access.check()  # A typing error is told before the seconds that torch takes to load.
         clients = [
             NodeOptions(
@@ -108,17 +118,21 @@ def join(
                 gpu_memory_fraction,
                 tuple(allow_task or ()),
                 trust_server,
+                approve,
+                file,
             )
             for each in name
         ]
         stop = stop_on_signal()
         from client.app import app
+        from client.approval.store import Approvals
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
         from common.data import grant
 
         grant.close()
+        Approvals(file).entries()  # One that cannot be used is told before anything is joined.
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)
