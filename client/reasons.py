@@ -7,12 +7,13 @@ the event's random number stand in the server's history and in the site's log, w
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import traceback
 
 from client.training.device import out_of_memory
-from common.errors import DataError, Sayable, SettingsError
+from common.errors import Sayable, SettingsError, SiteError
 
 log = logging.getLogger("client.app")
 
@@ -41,12 +42,15 @@ CODES = {
     "data-shape": "the site's data have another shape than this experiment's",
     "data-labels": "the site's labels are none of this experiment's classes",
     "task-failed": "task or model cannot be built at this site",
+    "device-unusable": "the device that the site chose is not there",
+    "disk-full": "the site's disk is full",
     "memory-failed": "what the site remembers between rounds could not be read or written",
     "out-of-memory": "the site ran out of memory",
     "failed": "something went wrong at the site",
 }
 """Code -> its sentence. Those of `Sayable` errors say more: their text follows the code instead."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_STAGE = {"open": "task-failed", "data": "data-unreadable"}
 """Stage -> code of errors that name none."""
 
@@ -66,10 +70,10 @@ def code_of(error: BaseException, stage: str) -> str:
     """One of CODES."""
     if out_of_memory(error):
         return "out-of-memory"
-    if isinstance(error, (Sayable, DataError)):
+    if isinstance(error, (Sayable, SiteError)):
         return error.code if error.code in CODES else "failed"
     if stage in ("memory", "save") and isinstance(error, OSError):
-        return "memory-failed"
+        return "disk-full" if error.errno in _FULL else "memory-failed"
     return _OF_STAGE.get(stage, "failed")
 
 

@@ -33,14 +33,14 @@ class Unfit(SettingsError, Sayable):
     code = "arithmetic"
 
 
-class DataError(SettingsError):
-    """Data that do not fit the experiment. The text stays where they are; `code` says what it is about."""
+class SiteError(SettingsError):
+    """Data or a device of a site that do not do. The text stays there; `code` says what it is about."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code
 
-    def __reduce__(self) -> tuple[type[DataError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[SiteError], tuple[str, str]]:
         return type(self), (self.code, str(self))
 
 

@@ -20,7 +20,7 @@ from common.data.examples import Examples, pick
 from common.data.labels import agree, numbered, own_names
 from common.data.mosaic import read_mosaics
 from common.data.raw import Raw
-from common.errors import DataError, SettingsError
+from common.errors import SettingsError, SiteError
 from common.seeds import derive
 from common.settings import Section
 
@@ -167,21 +167,21 @@ def _declared_classes(file: NpzFile, path: Path) -> tuple[str, ...] | int | None
 def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype: str, source: str) -> Examples:
     """Tensors of checked arrays: uint8 inputs as they are, others in `dtype`; int64 targets."""
     if inputs is None or labels is None:
-        raise DataError(
+        raise SiteError(
             "data-unreadable", f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none"
         )
     if inputs.dtype.kind not in "fiu" or inputs.ndim not in (2, 3, 4):
-        raise DataError(
+        raise SiteError(
             "data-shape",
             f"{source}: inputs are {inputs.dtype} {inputs.shape}; "
             "allowed: numbers (n, d), (n, h, w) or (n, h, w, channels)",
         )
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise DataError("data-labels", f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers (n,)")
+        raise SiteError("data-labels", f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers (n,)")
     if len(inputs) != len(labels):
-        raise DataError("data-shape", f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
+        raise SiteError("data-shape", f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
     if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
-        raise DataError("data-unreadable", f"{source}: inputs hold NaN or infinite values")
+        raise SiteError("data-unreadable", f"{source}: inputs hold NaN or infinite values")
     values = inputs if inputs.dtype == np.uint8 else inputs.astype(dtype, copy=False)
     return Examples(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))
 
@@ -189,12 +189,12 @@ def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype:
 def fit(examples: Examples, shape: tuple[int, ...], classes: int, source: str) -> None:
     """Check that examples have the run's input shape and classes."""
     if tuple(examples.inputs.shape[1:]) != shape:
-        raise DataError(
+        raise SiteError(
             "data-shape", f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}"
         )
     targets = examples.targets
     if len(targets) and not (targets.min() >= 0 and targets.max() < classes):
-        raise DataError(
+        raise SiteError(
             "data-labels",
             f"{source}: labels from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {classes - 1}",
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.data.arrays import opened
 from common.data.examples import ClientData, Examples
 from common.data.places import find
-from common.errors import DataError, SettingsError
+from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
 from common.settings import Section, checked
 from common.tasks.base import Task
@@ -89,9 +89,9 @@ class Quadratic(Task):
     def client(self, name: str, file: str | None = None) -> ClientData:
         """n_i training examples, as many for evaluation, and tau_i steps. A batch is the row i, b times."""
         if file is not None:
-            raise DataError("data-unused", f"client {name!r}: task 'quadratic' reads no file of a site ({file!r})")
+            raise SiteError("data-unused", f"client {name!r}: task 'quadratic' reads no file of a site ({file!r})")
         if name not in self.names():
-            raise DataError(
+            raise SiteError(
                 "client-unknown", f"client {name!r}: no such client; allowed: '0' to '{len(self.centers) - 1}'"
             )
         row = torch.full((int(self.arrays["examples"][int(name)]),), int(name))

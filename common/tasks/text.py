@@ -19,7 +19,7 @@ from common.data.examples import ClientData, Examples
 from common.data.hub import Corpus, local_table, own_table, read_corpus
 from common.data.tables import column, read_table, splits
 from common.data.tokens import Encoder
-from common.errors import DataError, SettingsError
+from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
 from common.models.texts import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
 from common.settings import checked
@@ -139,10 +139,10 @@ class Text(Classification):
         if array.dtype.kind not in "iu":
             number = {name: i for i, name in enumerate(names)}
             if unknown := next((label for label in labels if str(label) not in number), None):
-                raise DataError("data-labels", f"{source}: label {unknown!r}; allowed: {', '.join(names)}")
+                raise SiteError("data-labels", f"{source}: label {unknown!r}; allowed: {', '.join(names)}")
             return np.array([number[str(label)] for label in labels], np.int64)
         if array.min() < 0 or array.max() >= len(names):
-            raise DataError(
+            raise SiteError(
                 "data-labels", f"{source}: labels from {array.min()} to {array.max()}; allowed: 0 to {len(names) - 1}"
             )
         return array.astype(np.int64)
