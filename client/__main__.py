@@ -123,16 +123,17 @@ def join(
             )
             for each in name
         ]
+        from client.approval.store import Approvals
+
+        Approvals(file).entries()  # One that cannot be used is told before anything is joined.
         stop = stop_on_signal()
         from client.app import app
-        from client.approval.store import Approvals
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
         from common.data import grant
 
         grant.close()
-        Approvals(file).entries()  # One that cannot be used is told before anything is joined.
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)

@@ -46,7 +46,9 @@ def query(message: Message, context: Context) -> Message:
             content = _roll(read_head(RollHead, message.content), context, stage)
     except NotApproved as word:
         reason = f"client {word.client}: {word}"
-        content = write_head(RollReply([word.client], [], [], [], [], "", "", "", VERSIONS, 0, reason, state=word.state))
+        content = write_head(
+            RollReply([word.client], [], [], [], [], "", "", "", VERSIONS, 0, reason, state=word.state)
+        )
     except (Exception, SystemExit) as error:
         readable = isinstance(error, (SettingsError, Denied))
         reason = _reason(

@@ -134,15 +134,16 @@ class Approvals:
     def _load(self, mode: int) -> Entries:
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise SettingsError(
-                f"approvals {str(self.path)!r} can be written by others (mode {mode & 0o777:03o}): look at what it says, "
-                f"then chmod 600"
+                f"approvals {str(self.path)!r} can be written by others (mode {mode & 0o777:03o}): look at what it "
+                "says, then chmod 600"
             )
         try:
             return _File.model_validate_json(self.path.read_bytes()).runs
         except (OSError, ValidationError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error.errors()[0]["msg"])
             raise SettingsError(
-                f"approvals {str(self.path)!r} cannot be used: {why}; put back a copy, or move it away and approve again"
+                f"approvals {str(self.path)!r} cannot be used: {why}; put back a copy, or move it away and "
+                "approve again"
             ) from None
 
     def ask(self, key: str, experiment: Experiment, run: str, admit: str = "") -> bool:
@@ -161,7 +162,7 @@ class Approvals:
             return old is None or (new.waits and not old.waits) or new.asked > old.asked
 
     def decide(self, key: str, state: Literal["approved", "denied", "revoked"], rounds: int = 0) -> Entry:
-        """A person's word; `rounds`: how many were shown and are approved. Raises SettingsError if the run is unknown."""
+        """A person's word; `rounds`: how many were shown and are approved. Raises SettingsError for an unknown run."""
         with self._change() as entries:
             if key not in entries:
                 raise SettingsError(f"run {key[:12]} is not in {str(self.path)!r} any more")

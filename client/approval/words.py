@@ -1,6 +1,6 @@
 """A run in words, for the person who is to approve it: what is done here, what leaves the site and what stays.
 
-Nothing that the experiment names is imported, opened or fetched for this; whatever is shown of it is one printable line.
+Nothing that the experiment names is imported, opened or fetched for this; what is shown of it is one printable line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SOURCES = {"file", "test_file", "download", "pooled", "limit"}
 LARGEST, BUILD_S = 100_000, 10.0
 """A number in `[task]` beyond which no model is built only to be counted, and how long that may take."""
 PRIVACY = (
-    "none. There is no secure aggregation and no differential privacy: whoever runs the server can read every upload of "
-    "this site and may learn from it about single examples"
+    "none. There is no secure aggregation and no differential privacy: whoever runs the server can read every upload "
+    "of this site and may learn from it about single examples"
 )
 
 
@@ -85,18 +85,17 @@ def _task(task: TaskSettings) -> str:
 
 def _opens(experiment: Experiment) -> str:
     """What is opened or fetched at this site beside --data, if the policy lets it."""
-    options, named = experiment.task.options, []
-    for key in ("file", "test_file", "pretrained"):
-        if options.get(key):
-            named.append(f"task.{key} = {plain(str(options[key]), 100)}")
+    options = experiment.task.options
+    files = {key: options[key] for key in ("file", "test_file", "pretrained") if options.get(key)}
+    named = [f"task.{key} = {plain(str(value), 100)}" for key, value in files.items()]
     if experiment.partition.file:
         named.append(f"partition.file = {plain(experiment.partition.file, 100)}")
     if experiment.speed.file or experiment.presence.file:
         named.append("files of [speed] and [presence], at the server alone")
     if options.get("download"):
         named.append("a download (task.download)")
-    elif experiment.task.name in DATASETS or experiment.task.name in TASKS and experiment.task.name not in _PLAIN:
-        named.append(f"the data set {experiment.task.name}, as it lies on this machine (a download if the policy says so)")
+    elif experiment.task.name in DATASETS or (experiment.task.name in TASKS and experiment.task.name not in _PLAIN):
+        named.append(f"the data set {experiment.task.name} of this machine, or its download, as the policy says")
     if experiment.task.name not in TASKS:
         named.append("whatever that code opens")
     return "the site's own data (--data); " + ("; ".join(named) if named else "nothing else")
@@ -118,9 +117,8 @@ def _model(experiment: Experiment, size: Size | None) -> str:
 
 def _algorithm(experiment: Experiment) -> str:
     options, local = _options(experiment.strategy.options), experiment.local
-    return (
-        f"{experiment.strategy.name}{f' ({options})' if options else ''}; at the site {local.optimizer}, rate {local.lr:g}"
-    )
+    name = f"{experiment.strategy.name}{f' ({options})' if options else ''}"
+    return f"{name}; at the site {local.optimizer}, rate {local.lr:g}"
 
 
 def _rounds(experiment: Experiment) -> str:
@@ -172,12 +170,16 @@ def _evaluation(experiment: Experiment) -> str:
     who = {"auto": "where the server has no test set", "sampled": "if it was drawn", "all": "always"}[given.clients]
     when = "every round" if given.every == 1 else f"every {given.every:,} rounds"
     model = "its own model" if experiment.personal.active else "the global model"
-    return f"{when}, {who}: means of {model}'s metrics (loss, accuracy) over this site's evaluation examples, their number"
+    return (
+        f"{when}, {who}: means of {model}'s metrics (loss, accuracy) over this site's evaluation examples, their number"
+    )
 
 
 def _stays(experiment: Experiment, strategy: Algorithm) -> str:
     kind = strategy.memory_kind(experiment)
-    memory = {"none": "", "bound": "; what it remembers between rounds", "own": "; what it remembers between rounds"}[kind]
+    memory = {"none": "", "bound": "; what it remembers between rounds", "own": "; what it remembers between rounds"}[
+        kind
+    ]
     return f"examples, labels, names of files and columns, single predictions{memory}"
 
 

@@ -64,8 +64,8 @@ TrustServer = Annotated[
 Approve = Annotated[
     Literal["ask", "policy", "all"],
     typer.Option(
-        help="Which runs are taken: ask: those that a person here approved; policy: those that --policy, or without one "
-        "the defaults of docs/policy.md, let pass; all: the same, on purpose; docs/approval.md."
+        help="Which runs are taken. ask: those that a person here approved; policy: those that --policy, or "
+        "without one its defaults, let pass; all: the same, on purpose. See docs/approval.md."
     ),
 ]
 ApprovalsFile = Annotated[
@@ -74,8 +74,8 @@ ApprovalsFile = Annotated[
         "--approvals",
         dir_okay=False,
         metavar="FILE",
-        help="Who was approved, denied, revoked. Default: approvals.json in the memory folder, of several clients in the "
-        "one that holds theirs.",
+        help="Which runs were approved, denied, revoked. Default: approvals.json in the memory folder, of several "
+        "clients in the one that holds theirs.",
     ),
 ]
 Memory = Annotated[

@@ -151,8 +151,8 @@ def _line(key: str, entry: Entry) -> str:
 
 def _show(entry: Entry) -> None:
     from client.approval.words import described, plain
-    from common.settings import checked
     from common.experiment import Experiment
+    from common.settings import checked
 
     settings = checked(Experiment, entry.experiment, "the run's experiment")
     for heading, text in described(settings):
@@ -166,5 +166,8 @@ def _audit(path: Path, key: str, entry: Entry) -> None:
 
     log = audit.AuditLog(path.with_name(audit.NAME))
     log.try_record(
-        f"run {entry.state}", run=entry.runs[-1] if entry.runs else entry.name, experiment_sha256=key, rounds=entry.rounds
+        f"run {entry.state}",
+        run=entry.runs[-1] if entry.runs else entry.name,
+        experiment_sha256=key,
+        rounds=entry.rounds,
     )

@@ -73,7 +73,9 @@ class NodeOptions:
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
-        plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy", "approve", "approvals")}
+        plain = {
+            key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy", "approve", "approvals")
+        }
         allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
         return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 

@@ -1,4 +1,4 @@
-"""Sites that take no part as yet because a person there decides: asked again now and then, and nothing waits for them."""
+"""Sites that take no part as yet because a person there decides: asked now and then, and nothing waits for them."""
 
 from __future__ import annotations
 
