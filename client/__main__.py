@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common import portable
+from common.deploy.options import finite
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
@@ -82,11 +83,13 @@ def join(
     memory: Memory = None,
     device: Device = "cpu",
     gpu_memory_fraction: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the GPU's memory for this process; 0: no limit.")
+        float,
+        typer.Option(min=0, max=1, callback=finite, help="Part of the GPU's memory for this process; 0: no limit."),
     ] = 0.0,
     insecure: Insecure = False,
     max_wait: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long without a server.")
+        float | None,
+        typer.Option(min=0, callback=finite, metavar="SECONDS", help="Give up after so long without a server."),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")

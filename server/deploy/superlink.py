@@ -20,7 +20,9 @@ from common.files import locked
 from common.flower import ROOT, environment
 from server.deploy.certs import Certificates
 from server.deploy.control import Control
-from server.deploy.processes import Family, held_ports, stop
+from server.deploy.processes import Family, held_ports
+from server.deploy.processes import stop as stop_families
+from server.rounds.stopping import Stop, heed
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SuperLink:
     """A `flower-superlink` of this environment; a context manager that stops all it started.
 
     `control`: for submitting runs; `fleet_address`: for clients. Entering waits until both ports answer, or raises
-    RunError with the end of the log.
+    RunError with the end of the log, or Stopped if `stop` asks for it meanwhile.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class SuperLink:
         control_port: int | None = None,
         options: LinkOptions | None = None,
         start_timeout_s: float = 60.0,
+        stop: Stop = lambda: None,
     ):
         spare = held_ports(2)
         given = options or LinkOptions(fleet_port=fleet_port, control_port=control_port)
@@ -91,6 +94,7 @@ class SuperLink:
         )
         self.log = log
         self._start_timeout_s = start_timeout_s
+        self._stop = stop
         self._stack = ExitStack()
 
     @property
@@ -126,7 +130,7 @@ class SuperLink:
         with ExitStack() as stack:
             home = self._home(stack)
             self.family = Family(self._command(), _server_environment(home), self.log)
-            stack.callback(stop, [self.family], 3.0)
+            stack.callback(stop_families, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()
         return self
@@ -183,6 +187,7 @@ class SuperLink:
         end = time.monotonic() + self._start_timeout_s
         ports = ((self.control_port, self.options.control_host), (self.fleet_port, self.options.host))
         while not all(answers(port, reachable(host)) for port, host in ports):
+            heed(self._stop)
             if not self.running:
                 raise RunError(f"the Flower server ended while starting:\n{self.family.tail()}")
             if time.monotonic() > end:

@@ -15,10 +15,10 @@ from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange
-from server.rounds.stopping import Stop, Stopped
+from server.rounds.stopping import Stop, heed
 from server.rounds.waiting import Waiting
 from strategies.protocol.coordinator import Coordinator
-from strategies.protocol.members import Member, members_of, roll_messages
+from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
 from strategies.protocol.messages import DENIED, Refused, Undecided
 
 POLL_S = 0.05
@@ -37,7 +37,9 @@ class Roster:
         assignment: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
+        own_data: bool = False,
     ) -> None:
+        """`own_data`: sites bring examples of their own, which nobody here has counted."""
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
         self._grid = grid
@@ -46,6 +48,7 @@ class Roster:
         self._assignment = assignment
         self._say = say
         self._stop = stop
+        self._doubts = own_data and experiment.round.most_share is None and coordinator.strategy.weights == "data"
         self._nodes: dict[int, str] = {}
         """Node on the roll -> when it was activated: another time is another process."""
         self._refused: dict[int, str] = {}
@@ -78,7 +81,7 @@ class Roster:
             self.refresh(strict)
             if len(self.members) >= count:
                 return
-            self._heed()
+            heed(self._stop)
             started = time.monotonic() if self.undecided.names else started
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
@@ -99,15 +102,11 @@ class Roster:
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
-            self._heed()
+            heed(self._stop)
             started = time.monotonic() if self.undecided.names else started
             time.sleep(POLL_S)
             self.refresh()
         return True
-
-    def _heed(self) -> None:
-        if self._stop() is not None:
-            raise Stopped
 
     def overdue(self, names: Iterable[str]) -> None:
         """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
@@ -116,7 +115,9 @@ class Roster:
             self._refused.clear()
 
     def restarted(self) -> set[int]:
-        """Nodes on the roll whose process has started anew since: what they were asked is lost."""
+        """Nodes on the roll whose process has started anew since: what they were asked is lost. Asked for now and then
+        while a round waits, when those that decide are looked after, too."""
+        self.undecided.look()
         return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
 
     def _online(self) -> dict[int, NodeInfo]:
@@ -149,7 +150,7 @@ class Roster:
 
     def withdraw(self, words: Mapping[str, Undecided]) -> None:
         """Take out clients whose sites say that they take part no more, or not yet; they are asked again."""
-        online = self._online()
+        online = self._online() if words else {}
         for name, word in words.items():
             node = self.members[name].node if name in self.members else None
             if node in online:
@@ -171,10 +172,38 @@ class Roster:
                 self.undecided.put(online[node], word)
             except Refused as error:
                 self.undecided.settle(node)
-                self._refused[node] = str(error)
                 if strict:
                     raise SettingsError(str(error)) from None
-                self._say(f"refused node {node}: {error}")
+                self._refuse(online[node], error)
+
+    def _refuse(self, info: NodeInfo, error: Refused) -> None:
+        self._refused[info.node_id] = str(error)
+        self._say(f"refused node {info.node_id}{f' of {info.name!r}' if info.name else ''}: {error}")
+        if _stamp(info):
+            self._notify({info.node_id: f"refused: {error}"})
+
+    def tell(self, dropped: Mapping[str, str]) -> None:
+        """Let sites know why their client's upload was dropped: otherwise all that they see is silence."""
+        here = {name: reason for name, reason in dropped.items() if name in self.members}  # not one that withdrew
+        nodes = {self.members[name].node: f"client {name}: {reason}" for name, reason in here.items()}
+        self._notify({node: reason for node, reason in nodes.items() if self._nodes.get(node)})
+
+    def _notify(self, reasons: Mapping[int, str]) -> None:
+        """Messages that nobody waits for. Not where clients are simulated: their process says it already."""
+        if reasons:
+            self._grid.push_messages(notices(self._coordinator.run, reasons, ROLL_CALL_S))
+
+    def doubt(self) -> None:
+        """Refuse who announced more examples than is believed beside those of the others, now that they are here."""
+        online = self._online()
+        for name in sorted(self.members) if self._doubts else ():
+            if why := implausible(name, self._coordinator.known):
+                node = self.members[name].node
+                gone = [each for each, member in self.members.items() if member.node == node]
+                self.members = {each: member for each, member in self.members.items() if member.node != node}
+                self._coordinator.dismiss(gone)
+                del self._nodes[node]
+                self._refuse(online[node], Refused("examples", why))
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
@@ -203,6 +232,10 @@ class Roster:
                 )
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
+        known = self._coordinator.known | {member.name: member.examples for member in members}
+        for member in members if self._doubts else ():
+            if why := implausible(member.name, known):
+                raise Refused("examples", why)
         self._coordinator.admit(members)
         self.members |= {member.name: member for member in members}
         self.in_flight[node] = in_flight

@@ -39,6 +39,7 @@ class Waiting:
     ttl_s: float
     say: Callable[[str], None]
     _sites: dict[int, _Site] = field(default_factory=dict)
+    _came: dict[int, Message] = field(default_factory=dict)
     _said: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -54,7 +55,8 @@ class Waiting:
     def put(self, info: NodeInfo, word: Undecided) -> None:
         """A node answered "not yet" or "no"."""
         name = info.name or word.client or f"node {info.node_id}"
-        self._sites[info.node_id] = _Site(info, name, word.state, time.monotonic() + AGAIN_S)
+        site = self._sites.setdefault(info.node_id, _Site(info, name, word.state, time.monotonic() + AGAIN_S))
+        site.state = word.state
         if self._said.get(name) != word.state:
             self._said[name] = word.state
             self.say(f"{name}: {word}")
@@ -71,22 +73,26 @@ class Waiting:
             if now is None or str(now.last_activated_at) != str(site.info.last_activated_at):
                 del self._sites[node]
 
-    def answers(self) -> dict[int, Message]:
-        """Answers that have come since the last look, by node; whoever was not asked for a while is asked again.
+    def look(self) -> None:
+        """Take up answers that have come, and ask again whoever was not asked for a while; never waits.
 
-        Never waits: an answer may be one of a round ago, and the next question follows at once.
+        Called within a round, too: otherwise an answer would be one of a round ago.
         """
-        came: dict[int, Message] = {}
+        now = time.monotonic()
         if on_way := {site.asked: node for node, site in self._sites.items() if site.asked}:
             for reply in self.grid.pull_messages(list(on_way)):
                 node = on_way[reply.metadata.reply_to_message_id]
-                came[node] = reply
-                self._sites[node].asked = ""
-        now = time.monotonic()
-        due = [node for node, site in self._sites.items() if now >= site.ask_at and node not in came]
+                self._came[node] = reply
+                self._sites[node].asked, self._sites[node].ask_at = "", now + AGAIN_S
+        due = [node for node, site in self._sites.items() if now >= site.ask_at]
         if due:
             ids = self.grid.push_messages(self.questions(due, self.ttl_s))
             for node, message_id in zip(due, ids, strict=True):
                 # One that is lost on its way is asked once more when it has been given up.
                 self._sites[node].asked, self._sites[node].ask_at = message_id, now + self.ttl_s
-        return came
+
+    def answers(self) -> dict[int, Message]:
+        """The latest answers that have come since the last call, by node."""
+        self.look()
+        came, self._came = self._came, {}
+        return {node: reply for node, reply in came.items() if node in self._sites}
