@@ -8,6 +8,7 @@ from common.deploy.options import finite
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -32,6 +33,9 @@ from client.commands.options import (
     Format,
     Insecure,
     Key,
+    KitAuthority,
+    KitFile,
+    KitFolder,
     Memory,
     Names,
     PolicyFile,
@@ -70,8 +74,9 @@ cli.add_typer(audit_commands.commands(errors), name="audit")
     epilog="Example: python -m client join --server fl.example.org:9092 --name site-3 --ca ca.pem --key site.key"
 )
 def join(
-    server: Server,
-    name: Names,
+    kit: KitFile = None,
+    server: Server = "",
+    name: Names = None,
     ca: Authority = None,
     key: Key = None,
     policy: PolicyFile = None,
@@ -79,6 +84,8 @@ def join(
     trust_server: TrustServer = False,
     approve: Approve = "policy",
     approvals: ApprovalsFile = None,
+    folder: KitFolder = None,
+    authority: KitAuthority = "",
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
@@ -97,7 +104,8 @@ def join(
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
-    """Join a Flower server and train for it until stopped.
+    """Join a Flower server and train for it until stopped: with the kit that its operator made, or with --server and
+    --name. Options take the place of what the kit says.
 
     SIGTERM or Ctrl-C finishes the message in hand, then leaves; a second one ends at once.
 
@@ -107,8 +115,18 @@ def join(
         from client.node.access import Access
         from client.node.resident import NodeOptions, run_nodes
 
+        if kit:
+            from client.commands.kit import ask, unpack
+
+            given = unpack(kit, folder, authority, agreed=ask())
+            server, name, ca = server or given.server, name or [given.name], ca or given.ca
+            key, policy = key or str(given.key), policy or given.policy
+        elif not (server and name):
+            raise SettingsError("join: give the kit of the server's operator, or --server and --name")
         access = Access(server, str(ca or ""), "", insecure, max_wait)
         file = str(approvals_file(approvals, memory, name))
+        if kit:
+            access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
         clients = [
             NodeOptions(

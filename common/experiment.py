@@ -272,6 +272,14 @@ class TrackingSettings(Section):
     model: bool = Field(False, description="mlflow, wandb: store the final model.safetensors there, too")
 
 
+class DataSettings(Section):
+    """`[data]`: what sites may do with the data they hold while a run goes on."""
+
+    may_grow: bool = Field(
+        False, description="a site whose number of training examples changed takes part with the new one, recorded"
+    )
+
+
 UNSEEN = ("checkpoint", "tracking")
 """Sections that touch neither weights nor history: how a run is kept and shown."""
 
@@ -295,6 +303,7 @@ class Experiment(Section):
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    data: DataSettings = DataSettings()
 
     @classmethod
     def load(cls, path: str | Path) -> Experiment:
@@ -332,9 +341,10 @@ class Experiment(Section):
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
         `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
-        with the cosine schedule `rounds` decides the rate, so there it counts.
+        `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so there it
+        counts.
         """
-        free = {"evaluate", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", "data", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
         # A run from before there was a choice goes on.
         for section, key, before in (

@@ -172,6 +172,11 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
         raise SettingsError(
             f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"
         )
+    if experiment.data.may_grow and strategy.weights == "data" and strategy.trackers and not strategy.rescales:
+        raise SettingsError(
+            f"data.may_grow beside strategy.name = {experiment.strategy.name!r} with weights = 'data': the server "
+            "cannot tell what a site whose data changed has in its average; allowed: strategy.weights = 'uniform'"
+        )
     most = experiment.round.most_share
     if most is not None and strategy.weights == "data" and strategy.trackers:
         raise SettingsError(

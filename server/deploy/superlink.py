@@ -18,6 +18,7 @@ from common.deploy.addresses import LOOPBACK, answers, bracketed, is_loopback, r
 from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
+from server.deploy import waiting
 from server.deploy.certs import Certificates
 from server.deploy.control import Control
 from server.deploy.processes import Family, held_ports
@@ -108,6 +109,11 @@ class SuperLink:
         return self.options.control_port or 0
 
     @property
+    def knocks(self) -> Path | None:
+        """The file of the keys that were refused and wait to be let in."""
+        return waiting.place(self.options.nodes, self.options.state) if self.options.nodes else None
+
+    @property
     def control(self) -> Control:
         """Where runs are submitted, from this machine."""
         certificates = self.options.certificates
@@ -129,7 +135,7 @@ class SuperLink:
                 raise RunError(f"port {port} of {reachable(host)} is in use; is another server running?")
         with ExitStack() as stack:
             home = self._home(stack)
-            self.family = Family(self._command(), _server_environment(home), self.log)
+            self.family = Family(self._command(), _server_environment(home, self.knocks), self.log)
             stack.callback(stop_families, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()
@@ -196,10 +202,11 @@ class SuperLink:
             time.sleep(0.02)
 
 
-def _server_environment(home: Path) -> dict[str, str]:
+def _server_environment(home: Path, knocks: Path | None) -> dict[str, str]:
     # Flower starts its helpers by name: they must be the ones of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
+    told = {waiting.VARIABLE: str(knocks)} if knocks else {}
+    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path, **told}
 
 
 def _command_of(process: psutil.Process) -> list[str]:

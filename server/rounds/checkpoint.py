@@ -37,6 +37,7 @@ class Checkpoint:
     copies: State
     downlink: State
     usual: dict[str, float]
+    stands: dict[str, int]
 
 
 class Checkpoints:
@@ -70,7 +71,7 @@ class Checkpoints:
             "accepted": json.dumps(coordinator.accepted),
             "known": json.dumps(coordinator.known),
             "usual": json.dumps(coordinator.usual),
-        }
+        } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -121,12 +122,16 @@ class Checkpoints:
         del self._kept[round]
         return before
 
-    def latest(self) -> Checkpoint:
+    def latest(self, identities: Sequence[str] = (), differing: str = "") -> Checkpoint:
         """The newest whole checkpoint that was not set aside.
+
+        `identities`: instead of those given at first, where the run began with other settings that may change since;
+        `differing`: what the settings have that this run has not, for the error.
 
         Later files than that one (damaged) are removed. Raises SettingsError if there is none or if it belongs to
         another experiment.
         """
+        self._identities = identities or self._identities
         for path in sorted(self._folder.glob("*.safetensors"), reverse=True):
             loaded = read(path)
             if loaded is None:
@@ -137,7 +142,8 @@ class Checkpoints:
             if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change, and "
+                    f"deadline, quorum and the like (docs/operate.md){differing}"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:
@@ -179,5 +185,6 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         parts["copies"],
         parts["downlink"],
         json.loads(about.get("usual", "{}")),
+        json.loads(about.get("stands", "{}")),
     )
     return checkpoint, about["identity"]

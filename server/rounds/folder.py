@@ -172,9 +172,10 @@ class RunFolder:
 
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
         hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
-        clients compute; the last three over resumes, too. `claim`: for which command it runs, see `claimed`.
+        clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
+        and `changes` (`server/rounds/changes.py`).
         """
-        lasting = {"initial", "plan", "arithmetic", "claim"} | ({"after"} if status != "starting" else set())
+        lasting = {"initial", "plan", "arithmetic", "claim", "changes"} | ({"after"} if status != "starting" else set())
         kept = {key: value for key, value in self.status().items() if key in lasting}
         write_atomically(self.path / STATUS, json.dumps({"status": status, **kept, **more}, indent=1).encode())
 

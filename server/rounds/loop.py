@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from common import vector
 from common.errors import RunError, SettingsError
 from server.rounds.attempt import Attempt, Attempts, timed
+from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
@@ -54,6 +55,7 @@ class Rounds:
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
         self._heavy: set[str] = set()
+        self._changed: list[Record] = []
         self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
@@ -96,7 +98,10 @@ class Rounds:
         return Coordinator.begin(self._strategy, self._experiment, name, self._model)
 
     def _resumed(self) -> Coordinator:
-        kept = self._checkpoints.latest()
+        written, begun = begun_as(self._folder, self._written), begun_as(self._folder, self._experiment)
+        kept = self._checkpoints.latest(
+            (written.identity, *identities(begun)), differences(self._folder, self._written)
+        )
         before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
         if before and before != now:
             raise SettingsError(
@@ -117,9 +122,13 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
+        coordinator.stands = kept.stands
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
+        self._changed = record_changes(self._folder, self._written, kept.round)
+        for change in self._changed:
+            self._say(f"from round {change['round']} on {change['key']} is {change['to']}, it was {change['from']}")
         return coordinator
 
     def _roll(self, coordinator: Coordinator, resume: bool) -> Roster:
@@ -128,7 +137,7 @@ class Rounds:
         plan = self._task.plan_hash()
         roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, own_data=not named)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict)
+        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
         if not resume:
             roster.doubt()
         trainers = roster.trainers
@@ -169,6 +178,13 @@ class Rounds:
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
         if waiting := attempts.roster.undecided.names:
             record["waiting"] = waiting
+        if coordinator.grown:
+            record["grown"] = {name: list(change) for name, change in coordinator.grown.items()}
+            for name, (before, now) in coordinator.grown.items():
+                self._say(f"from round {round} on {name} counts with {now} training examples, it had {before}")
+            coordinator.grown.clear()
+        if self._changed:
+            record["changed"], self._changed = self._changed, []
         with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(coordinator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
@@ -22,6 +22,8 @@ from strategies.protocol.members import Member, implausible, members_of, notices
 from strategies.protocol.messages import DENIED, Refused, Undecided
 
 POLL_S = 0.05
+SAY_S, MOST_NAMED = 3.0, 10
+"""Between two lines about who is missing, and how many are named in one."""
 UNANSWERED = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 ROLL_CALL_S, SILENCE_S, LATE_S = 30.0, 60.0, 60.0
 
@@ -68,15 +70,16 @@ class Roster:
         """Names of the clients that hold evaluation examples, sorted."""
         return sorted(name for name, member in self.members.items() if member.evaluation)
 
-    def wait(self, count: int, deadline_s: float, strict: bool) -> None:
-        """Call the roll until `count` clients are here.
+    def wait(self, count: int, deadline_s: float, strict: bool, expected: Sequence[str] = ()) -> None:
+        """Call the roll until `count` clients are here; says how many of them and who of those `expected` is missing,
+        again when that has changed.
 
         With `strict` a refused node raises SettingsError at once: where all clients are started by one command there
         is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused. While a
         site waits for the approval of its people the clock stands: that is no matter of seconds.
         """
-        started = time.monotonic()
-        said = False
+        started = said = time.monotonic()
+        told = ""
         while True:
             self.refresh(strict)
             if len(self.members) >= count:
@@ -89,10 +92,16 @@ class Roster:
                 raise RunError(
                     f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}{refused}"
                 )
-            if not said:
-                self._say(f"waiting for clients: {len(self.members)} of {count} are here")
-                said = True
+            if (text := self._missing(count, expected)) != told and (not told or time.monotonic() - said > SAY_S):
+                told, said = text, time.monotonic()
+                self._say(text)
             time.sleep(POLL_S)
+
+    def _missing(self, count: int, expected: Sequence[str]) -> str:
+        away = [name for name in expected if name not in self.members]
+        who = f"; missing: {', '.join(away[:MOST_NAMED])}{', ...' if len(away) > MOST_NAMED else ''}" if away else ""
+        refused = f"; refused: {len(self._refused)}" if self._refused else ""
+        return f"waiting for clients: {len(self.members)} of {count} are here{who}{refused}"
 
     def gather(self, count: int, deadline_s: float) -> bool:
         """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds, those not

@@ -103,6 +103,8 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
         raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
     if head.lr != coordinator.lr(round):
         raise Refused("mismatch", f"local rate {head.lr}, expected {coordinator.lr(round)}")
+    if head.part != coordinator.part(name):
+        raise Refused("mismatch", f"trackers for a part of {head.part}, expected {coordinator.part(name)}: its release")
     payload = strategy.survey if phase else strategy.expects(coordinator.assigned.get(name, {}))
     upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=coordinator.slots)
     upload.settings = coordinator.experiment.local

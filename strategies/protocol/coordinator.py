@@ -40,7 +40,9 @@ class Coordinator:
     keeps; `copies` what the server holds of each client's uploads ("client/copy.group", EF21), `downlink` of what
     clients hold; `known` name -> training examples of every client that was ever on the roll (the N and n of
     trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
-    may ask for; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
+    may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is
+    another number than `known`; `grown` name -> examples before and now, of those that changed and were not told of
+    yet; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
     messages; `assigned` what each client was assigned in them, `bounds` the most steps that it was asked for (0: any
     number). Whether a reply is taken is decided in `acceptance.py`.
     """
@@ -57,6 +59,8 @@ class Coordinator:
     known: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
     keep: dict[str, set[int]] = field(default_factory=dict)
+    stands: dict[str, int] = field(default_factory=dict)
+    grown: dict[str, tuple[int, int]] = field(default_factory=dict)
     usual: dict[str, float] = field(default_factory=dict)
     generation: int = 1
     round: int = 0
@@ -93,16 +97,28 @@ class Coordinator:
         """Put new clients on the roll. A tracker is an average over all of them, so it shrinks as they join: a new
         client's own part is zero.
 
-        Raises Refused if a known client now announces another number of examples.
+        Where data may grow, a client's n_i may become n_i'. A tracker of clients weighted by data is
+        c = sum_j n_j c_j / n, and the server knows c alone. So c is first scaled by n/n', which makes every other part
+        n_j c_j / n'; the client's own then stands in it with n_i/n_i' (`TrainHead.part`, rho) of its share. With its
+        next upload it sends c_i+ - rho c_i in place of c_i+ - c_i, and c + (n_i'/n') (c_i+ - rho c_i) holds
+        n_i' c_i+ / n': exact, as if the new weights had been there from the beginning.
+
+        Raises Refused if a known client announces another number of examples and that is not allowed.
         """
         before, new = self._mass(), {member.name: member.examples for member in members}
-        for name, examples in new.items():
-            if self.known.get(name, examples) != examples:
+        other = {name: examples for name, examples in new.items() if self.known.get(name, examples) != examples}
+        for name, examples in other.items():
+            if not (self.experiment.data.may_grow and examples and self.known[name]):
+                advice = "" if self.experiment.data.may_grow else ", or allow it with data.may_grow = true and --resume"
                 raise Refused(
                     "changed",
                     f"client {name!r} announced {self.known[name]} training examples at first and {examples} now; "
-                    "start a new run",
+                    f"start a new run{advice}",
                 )
+        for name, examples in other.items():
+            self.grown[name] = self.grown.get(name, (self.known[name], 0))[0], examples
+            if self.strategy.weights == "data" and self.strategy.trackers and self.accepted.get(name):
+                self.stands.setdefault(name, self.known[name])
         self.known |= new
         after = self._mass()
         if before and after != before:
@@ -112,6 +128,10 @@ class Coordinator:
     def dismiss(self, names: Iterable[str]) -> None:
         """Take clients off the roll that have sent nothing yet."""
         self.known = {name: examples for name, examples in self.known.items() if name not in set(names)}
+
+    def part(self, name: str) -> float:
+        """The part of a client's own trackers that the server's averages hold, in units of its present share."""
+        return self.stands.get(name, self.known[name]) / self.known[name] if self.known[name] else 1.0
 
     def _mass(self) -> int:
         """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
@@ -134,6 +154,7 @@ class Coordinator:
         self.downlink = self._down.start(self.strategy.broadcast(self.state))
         self.accepted.clear()
         self.keep.clear()
+        self.stands.clear()
 
     def lost_memory(self, name: str) -> bool:
         """A client lost its memory. Returns whether server state is bound to it, so that a new generation is due; if it
@@ -190,6 +211,7 @@ class Coordinator:
                         digest=digest if member.name in holders else "",
                         epochs=budgets[member.name].epochs,
                         steps=budgets[member.name].steps,
+                        part=self.part(member.name),
                     ),
                     rest if member.name in holders else whole,
                     buffers,
@@ -263,6 +285,8 @@ class Coordinator:
         for upload in ordered:
             self.copies |= upload.copies | (self._looked[upload.name] if informed is not None else {})
             self.accepted[upload.name] = round
+            if set(self.strategy.trackers) <= upload.vectors.keys():
+                self.stands.pop(upload.name, None)
         self._remember([upload.norms for upload in ordered] + (self._looked_norms if informed is not None else []))
         return ordered
 

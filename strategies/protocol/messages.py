@@ -119,6 +119,9 @@ class TrainHead:
     """In place of the local work that the settings name. 0: as they say."""
     steps: int = 0
     """At most so many local steps: the client is a straggler. 0: no bound."""
+    part: float = field(default=1.0, metadata=LATER)
+    """The part of this client's own trackers that the server's averages hold, in units of its present share: not 1 from
+    when its number of examples changed until an upload of its is accepted; see `Coordinator.admit`."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,8 @@ class ReplyHead(Answer):
     lr: float = 0.0
     state: str = field(default="", metadata=LATER)
     """`WAITING` or `DENIED` beside the status "refused": the site has not approved the run, or does so no more."""
+    part: float = field(default=1.0, metadata=LATER)
+    """As in the message: a release that does not know it would send a wrong change of its trackers."""
 
 
 @dataclass
