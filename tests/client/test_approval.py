@@ -480,7 +480,7 @@ def test_a_site_that_waits_is_taken_in_once_it_is_approved(tmp_path: Path) -> No
         seen.append((record["sampled"], record.get("waiting", [])))
         if len(seen) == 2:
             decide(tmp_path / "2")
-            time.sleep(0.05)
+        time.sleep(0.05)
 
     experiment = toy("scaffold", rounds=6, round={"wait_for": 4, "quorum": 1})
     result = ran(tmp_path / "run", experiment, grid, show=show)
@@ -523,7 +523,7 @@ def test_a_revoked_run_is_asked_no_more_and_goes_on_without_that_site(tmp_path: 
         seen.append((sorted(record["accepted"]), record["dropped"]))
         if len(seen) in (2, 5):
             decide(tmp_path / "2", "revoked" if len(seen) == 2 else "approved")
-            time.sleep(0.05)
+        time.sleep(0.05)  # rounds of a real run last longer than a question
 
     ran(tmp_path / "run", toy("fedavg", rounds=8, round={"quorum": 1}, evaluate={"clients": "none"}), grid, show=show)
     without = sorted(set(NAMES) - {"2"})
