@@ -12,6 +12,7 @@ import tomli_w
 from PIL import Image
 from typer.testing import CliRunner
 
+from client import policy as policies
 from client.__main__ import cli
 from client.approval.store import Approvals, key_of
 from client.commands import look as module
@@ -35,10 +36,10 @@ FOLDER: dict[str, Any] = {"name": "folder", "task": {"name": "images", "shape": 
 
 def written(folder: Path, values: dict[str, Any], **more: Any) -> str:
     path = folder / "experiment.toml"
-    merged = {k: {**values.get(k, {}), **v} if isinstance(v, dict) else v for k, v in {**values, **more}.items()}
-    path.write_text(
-        tomli_w.dumps({k: {**values.get(k, {}), **v} if isinstance(v, dict) else v for k, v in merged.items()})
-    )
+    whole = dict(values)
+    for key, each in more.items():
+        whole[key] = {**values.get(key, {}), **each}
+    path.write_text(tomli_w.dumps(whole))
     return str(path)
 
 
@@ -125,7 +126,7 @@ def test_no_example_is_a_warning_and_no_file_a_failure(tmp_path: Path) -> None:
 )
 def test_tables_are_read_as_the_task_does(columns: str, ok: bool | None, told: str, tmp_path: Path) -> None:
     path = tmp_path / "site.csv"
-    path.write_text(columns * (1 if ok is not True else 1))
+    path.write_text(columns)
     found = looking(Look(written(tmp_path, TEXT, partition={"holdout": 0.0}), "site-1", str(path)))
     check = found["training"] if ok else found["examples" if ok is None else "data"]
     assert check.ok is ok, found
@@ -172,8 +173,6 @@ def test_the_policy_is_asked(tmp_path: Path) -> None:
         ("max_steps = 1", "steps", "max_steps = 1"),
     ):
         policy.write_text(text)
-        from client import policy as policies
-
         policies._load.cache_clear()
         check = looking(look)[name]
         assert (check.ok, told in check.detail) == (False, True), check
@@ -240,9 +239,8 @@ def test_a_look_that_hangs_or_dies_is_a_check(tmp_path: Path, monkeypatch: pytes
     [*_, last] = looked(look, 0.2)
     assert (last.word, "not done within" in last.detail) == ("warn", True)
     assert time.monotonic() - started < 20
-    monkeypatch.setattr(
-        module, "_PROGRAM", 'print("noise"); print(\'["data", true, "seen", ""]\', flush=True); import os; os._exit(9)'
-    )
+    dies = 'print("noise"); print(\'["data", true, "seen", ""]\', flush=True); import os; os._exit(9)'
+    monkeypatch.setattr(module, "_PROGRAM", dies)
     [first, last] = looked(look, 30.0)
     assert first == Check("data", True, "seen", "")
     assert last.ok is False
@@ -250,7 +248,7 @@ def test_a_look_that_hangs_or_dies_is_a_check(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_join_without_a_policy_is_warned_of(tmp_path: Path) -> None:
-    def policies(**more: Any) -> list[str]:
+    def seen(**more: Any) -> list[str]:
         given = {
             "names": ["a"],
             "memory": tmp_path,
@@ -259,8 +257,8 @@ def test_a_join_without_a_policy_is_warned_of(tmp_path: Path) -> None:
         }
         return [check.word for check in doctor_checks("", **given, **more) if check.name == "policy"]
 
-    assert policies() == ["warn"]
+    assert seen() == ["warn"]
     for more in ({"approve": "ask"}, {"approve": "all"}, {"trusted": True}):
-        assert policies(**more) == []
+        assert seen(**more) == []
     (tmp_path / "policy.toml").write_text("max_steps = 3\n")
-    assert policies(policy=tmp_path / "policy.toml") == ["ok"]
+    assert seen(policy=tmp_path / "policy.toml") == ["ok"]
