@@ -83,7 +83,7 @@ def _sums(
         return _labels(column, count, least, digits) if step == "totals" else None
     values = column.numbers[np.isfinite(column.numbers)]
     missing = column.numbers.size - values.size
-    whole = {"kind": column.kind, "examples": count, "count": int(values.size)}
+    whole: dict[str, Any] = {"kind": column.kind, "examples": count, "count": int(values.size)}
     if step == "totals":
         hidden = 0 < missing < least
         return ColumnSums(
