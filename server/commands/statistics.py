@@ -53,11 +53,13 @@ def statistics(
 
 
 def _simulated(experiment: Experiment, far: float) -> str:
-    from client.app import app
+    from pkgutil import resolve_name
+
+    from server.engines.grid import CLIENT_APP
     from server.engines.inprocess import InProcessGrid
     from server.statistics.gather import gather
 
-    return gather(InProcessGrid(app), experiment, 1, far=far).json()
+    return gather(InProcessGrid(resolve_name(CLIENT_APP)), experiment, 1, far=far).json()
 
 
 def _asked(
