@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from common import portable
+from common.deploy.options import finite
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -29,6 +31,9 @@ from client.commands.options import (
     Format,
     Insecure,
     Key,
+    KitAuthority,
+    KitFile,
+    KitFolder,
     Memory,
     Names,
     PolicyFile,
@@ -62,22 +67,27 @@ cli.add_typer(audit_commands.commands(errors), name="audit")
     epilog="Example: python -m client join --server fl.example.org:9092 --name site-3 --ca ca.pem --key site.key"
 )
 def join(
-    server: Server,
-    name: Names,
+    kit: KitFile = None,
+    server: Server = "",
+    name: Names = None,
     ca: Authority = None,
     key: Key = None,
     policy: PolicyFile = None,
     allow_task: AllowTask = None,
     trust_server: TrustServer = False,
+    folder: KitFolder = None,
+    authority: KitAuthority = "",
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
     gpu_memory_fraction: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the GPU's memory for this process; 0: no limit.")
+        float,
+        typer.Option(min=0, max=1, callback=finite, help="Part of the GPU's memory for this process; 0: no limit."),
     ] = 0.0,
     insecure: Insecure = False,
     max_wait: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long without a server.")
+        float | None,
+        typer.Option(min=0, callback=finite, metavar="SECONDS", help="Give up after so long without a server."),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
@@ -85,7 +95,8 @@ def join(
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
-    """Join a Flower server and train for it until stopped.
+    """Join a Flower server and train for it until stopped: with the kit that its operator made, or with --server and
+    --name. Options take the place of what the kit says.
 
     SIGTERM or Ctrl-C finishes the message in hand, then leaves; a second one ends at once.
 
@@ -95,7 +106,17 @@ def join(
         from client.node.access import Access
         from client.node.resident import NodeOptions, run_nodes
 
+        if kit:
+            from client.commands.kit import ask, unpack
+
+            given = unpack(kit, folder, authority, agreed=ask())
+            server, name, ca = server or given.server, name or [given.name], ca or given.ca
+            key, policy = key or str(given.key), policy or given.policy
+        elif not (server and name):
+            raise SettingsError("join: give the kit of the server's operator, or --server and --name")
         access = Access(server, str(ca or ""), "", insecure, max_wait)
+        if kit:
+            access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
         clients = [
             NodeOptions(

@@ -25,6 +25,7 @@ from strategies.protocol.messages import (
     RollHead,
     RollReply,
     TrainHead,
+    notice_of,
     read_head,
     reply_content,
     write_head,
@@ -37,7 +38,11 @@ app = ClientApp()
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Answer a roll call. A node that cannot take part says why."""
+    """Answer a roll call. A node that cannot take part says why. To a notice nobody waits for an answer."""
+    if notice := notice_of(message):
+        log.warning("the server says: %s", notice)
+        heard = RollReply([], [], [], [], [], "", "", "", VERSIONS, error="heard")
+        return Message(RecordDict({HEAD: write_head(heard)}), reply_to=message)
     who = context.node_config.get("name", context.node_config.get("partition-id", "?"))
     stage, no_memory = ["open"], False
     try:

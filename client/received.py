@@ -57,5 +57,7 @@ def check_numbers(head: TrainHead) -> None:
         raise MessageError(f"no such round: {told}")
     if head.epochs < 0 or head.steps < 0:
         raise MessageError(f"epochs {head.epochs} and steps {head.steps} must not be negative")
+    if not 0 < head.part < math.inf:
+        raise MessageError(f"part {head.part} must be finite and above 0")
     if not (math.isfinite(head.lr) and head.lr >= 0 and 0 <= head.share <= 1):
         raise MessageError(f"lr {head.lr} and share {head.share} must be finite, not negative, and share at most 1")

@@ -97,7 +97,7 @@ def train_client(
         policy.check_upload(session.codec.decode(sent, kinds, session.model.vector, held, seeds)[0])
 
     stage[0] = "save"
-    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
+    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr, part=head.part)
     if head.phase:
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import typer
 
 from common.deploy import audit_commands
-from server.commands import admin, run, study
+from server.commands import admin, run, sites, study
 from server.commands.options import errors
 
 cli = typer.Typer(
@@ -30,6 +30,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     run.run: "run experiments/digits.toml --host 0.0.0.0 --certs certs",
     run.superlink: "superlink --host 0.0.0.0 --certs certs --nodes nodes.toml --state state",
     admin.certs: "certs --host fl.example.org --ip 192.0.2.7",
+    sites.kit: "kit site-3 --server fl.example.org:9092",
     admin.doctor: "doctor first.toml --host 0.0.0.0 --certs certs",
     study.check: "check experiments/digits.toml",
     study.partition: "partition experiments/digits.toml --out plan.json --picture plan.png",
@@ -39,7 +40,7 @@ COMMANDS: dict[Callable[..., None], str] = {
 
 for command, example in COMMANDS.items():
     cli.command(epilog=f"Example: python -m server {example}")(command)
-cli.add_typer(admin.sites, name="nodes")
+cli.add_typer(sites.nodes_app, name="nodes")
 cli.add_typer(audit_commands.commands(errors), name="audit")
 
 if __name__ == "__main__":

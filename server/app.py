@@ -19,7 +19,7 @@ from server.rounds.loop import Rounds
 from server.rounds.prepare import assemble
 from server.rounds.records import Record
 from server.rounds.reply_limits import bound_replies, guard_replies
-from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
+from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent, heed
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Trackers
 from strategies.registry import settled
@@ -33,7 +33,7 @@ def main(grid: Grid, context: Context) -> None:
 
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`, `strict` (a refused client ends the run
-    before round 1 instead of being left out).
+    before round 1 instead of being left out), `claim` (of the command that looks after the run).
     """
     if "--parent-pid" in sys.argv:
         # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
@@ -49,7 +49,16 @@ def main(grid: Grid, context: Context) -> None:
     strict = bool(config.get("strict", False))
     # Flower's own handler would leave the round in hand unfinished.
     with StopOnSignal() as stop:
-        run(grid, experiment, folder, resume=resume, show=lambda record: say(line(record)), stop=stop, strict=strict)
+        run(
+            grid,
+            experiment,
+            folder,
+            resume=resume,
+            show=lambda record: say(line(record)),
+            stop=stop,
+            strict=strict,
+            claim=str(config.get("claim", "")),
+        )
 
 
 def say(text: str) -> None:
@@ -75,11 +84,13 @@ def run(
     show: Callable[[Record], None] = lambda record: None,
     stop: Stop = lambda: None,
     strict: bool = True,
+    claim: str = "",
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
     What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
-    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart.
+    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart. `claim`: of the
+    command that submitted it, as in `RunFolder.claimed`.
     """
     strategy, experiment = settled(experiment)
 
@@ -87,11 +98,13 @@ def run(
         folder.note(text)
         say(text)
 
-    with folder.open(resume):
+    with folder.open(resume, claim):
         try:
-            folder.set_status("starting", rounds=experiment.rounds)
+            folder.set_status("starting", rounds=experiment.rounds, claim=claim)
             if caution := getattr(grid, "caution", ""):
                 told(caution)
+            either = earliest(stop, folder.stop)
+            heed(either)
             torch.set_num_threads(experiment.local.threads)
             arithmetic.require(experiment.local.arithmetic)
             prepared = assemble(strategy, experiment)
@@ -102,7 +115,6 @@ def run(
                     tracking.write(record)
                     show(record)
 
-                either = earliest(stop, folder.stop)
                 rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict)
                 record = rounds.run(resume)
         except Stopped:

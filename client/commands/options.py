@@ -18,22 +18,35 @@ from common.settings import name_fault
 DEFAULT_MEMORY = Path("~/.fedkeel/memory")
 
 
-def _checked_names(names: list[str]) -> list[str]:
-    for name in names:
+def _checked_names(names: list[str] | None) -> list[str] | None:
+    for name in names or []:
         if fault := name_fault(name):
             raise typer.BadParameter(fault)
-        if names.count(name) > 1:
+        if names and names.count(name) > 1:
             raise typer.BadParameter(f"{name!r} is given twice")
     return names
 
 
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]
 Names = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--name",
         callback=_checked_names,
         help="This site's name, its own and always the same; given again, this process hosts several clients.",
+    ),
+]
+KitFile = Annotated[
+    Path | None, typer.Argument(metavar="KIT.zip", help="The archive that `python -m server kit` made for this site.")
+]
+KitFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", file_okay=False, help="Where the kit is unpacked. Default: the site's name, beside it."),
+]
+KitAuthority = Annotated[
+    str,
+    typer.Option(
+        "--authority", metavar="FINGERPRINT", help="Of the kit's authority, as the operator read it out; else it asks."
     ),
 ]
 Data = Annotated[

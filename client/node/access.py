@@ -44,6 +44,8 @@ class Access:
     `ca`: file of the authority that signed the server's certificate; "": the system's authorities. `key`: file of the
     private key by which the server knows this site; "": a new one each time, for servers that let anybody in.
     Plain text is for this machine alone, unless `insecure`. `most_bytes`: of one received message.
+    `patience_s`: how long a site with a key of its own tries to get in: a little longer than a server holds a killed
+    one for alive; infinite where its operator is still to let it in.
     """
 
     server: str
@@ -52,6 +54,7 @@ class Access:
     insecure: bool = False
     max_wait_s: float | None = None
     most_bytes: int = 2**31
+    patience_s: float = 25.0
 
     @property
     def host(self) -> str:

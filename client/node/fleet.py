@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-from flwr.app import Message
-from flwr.app.message import remove_content_from_message
+from flwr.app import Error, Message, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, ErrorCode
 from flwr.common.serde import message_to_proto
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -32,6 +34,9 @@ from flwr.proto.message_pb2 import (
     ObjectTree,
     PushObjectRequest,
     PushObjectResponse,
+)
+from flwr.proto.message_pb2 import (
+    Message as ProtoMessage,
 )
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import ApiErrorCode
@@ -69,7 +74,7 @@ from client.node.errors import (
     reason,
     wrong_tls,
 )
-from common.deploy.keys import load_private
+from common.deploy.keys import fingerprint, load_private
 from common.errors import RunError, SettingsError
 from common.flower import PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
 
@@ -77,9 +82,9 @@ log = logging.getLogger("client.node.resident")
 
 CALL_TIMEOUT_S = 30.0
 
-PATIENCE_S = 25.0
-"""How long a site with a key of its own tries to get in: a little longer than a server holds a killed one for alive."""
 AGAIN_S = 2.0
+REMIND_S = 600.0
+"""Between two lines that say that a site still waits to be let in."""
 
 OBJECT_TIMEOUT_S = 600.0
 
@@ -88,6 +93,19 @@ PART_S = 10.0
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A message that lies at the server: what is known before it is fetched."""
+
+    proto: ProtoMessage
+    tree: ObjectTree
+
+    @property
+    def run_id(self) -> int:
+        """Flower's number of the message's run."""
+        return int(self.proto.metadata.run_id)
 
 
 @dataclass
@@ -118,10 +136,11 @@ class Fleet:
     def join(self) -> None:
         """Register and activate this node and start its heartbeat.
 
-        A refusal is told at once and then tried again for `PATIENCE_S` seconds: the server may have just started and
-        not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
+        A refusal is told at once and then tried again for `patience_s` of its access: the server may have just started
+        and not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
         """
-        end, told = time.monotonic() + PATIENCE_S, ""
+        patience, told, until = self.access.patience_s, "", 0.0
+        end = time.monotonic() + patience
         while not self.node.node_id:
             try:
                 self.node = Node(node_id=self._enter())
@@ -129,12 +148,20 @@ class Fleet:
                 refused = f"the server at {self.address} refuses this node: {reason(error)}"
                 if time.monotonic() > end or not self.access.key:
                     raise SettingsError(refused) from None
-                if refused != told:
-                    log.warning("%s; trying again for %.0f s", refused, PATIENCE_S)
-                    told = refused
+                if refused != told or time.monotonic() > until:
+                    log.warning("%s; %s", refused, self._how_long(patience))
+                    told, until = refused, time.monotonic() + REMIND_S
                 if self.stop.wait(AGAIN_S):
                     raise Stopping from None
         self._heartbeat.start()
+
+    def _how_long(self, patience_s: float) -> str:
+        if patience_s < math.inf:
+            return f"trying again for {patience_s:.0f} s"
+        return (
+            "waiting, and joining by itself when its operator lets this site in: python -m server nodes add NAME "
+            f"--fingerprint {fingerprint(self._public_key)}"
+        )
 
     def _enter(self) -> int:
         if not self.access.key:
@@ -179,8 +206,8 @@ class Fleet:
             pass  # No server, or one that does not know us: then there is nothing to leave.
         self._channel.close()
 
-    def next_message(self) -> tuple[int, ObjectTree] | None:
-        """Run id and object ids of the next message for this node, if there is one."""
+    def next_message(self) -> Found | None:
+        """The next message for this node, if there is one."""
         try:
             found = self._call("PullMessages", PullMessagesRequest(node=self.node))
         except grpc.RpcError as error:
@@ -188,10 +215,22 @@ class Fleet:
             return None
         if not found.messages_list:
             return None
-        return found.messages_list[0].metadata.run_id, found.message_object_trees[0]
+        return Found(found.messages_list[0], found.message_object_trees[0])
 
-    def receive(self, run_id: int, tree: ObjectTree) -> Message:
-        """Fetch a message, waiting for what the server app has not uploaded yet."""
+    def refusal(self, found: Found, why: str) -> Message:
+        """An answer to a message that is not fetched: nobody has to wait for the deadline."""
+        self._confirm(found)
+        asked = make_message(metadata_from_proto(found.proto.metadata), content=RecordDict())
+        asked.metadata.__dict__["_message_id"] = found.tree.object_id
+        return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, why), reply_to=asked)
+
+    def _confirm(self, found: Found) -> None:
+        got = ConfirmMessageReceivedRequest(node=self.node, run_id=found.run_id, message_object_id=found.tree.object_id)
+        self._call("ConfirmMessageReceived", got)
+
+    def receive(self, found: Found) -> Message:
+        """Fetch a message, waiting for what the server app has not uploaded yet. Raises TooLarge."""
+        run_id, tree = found.run_id, found.tree
         pull = make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id)
         contents = pull_objects(
             list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree))),
@@ -200,8 +239,7 @@ class Fleet:
             backoff_cap=PULL_BACKOFF_CAP_S,
             max_tries_per_object=None,
         )
-        got = ConfirmMessageReceivedRequest(node=self.node, run_id=run_id, message_object_id=tree.object_id)
-        self._call("ConfirmMessageReceived", got)
+        self._confirm(found)
         message = inflate_object_from_contents(tree.object_id, contents)
         if not isinstance(message, Message):
             raise TypeError(f"the server sent {type(message).__name__}, not a Message")

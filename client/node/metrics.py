@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
@@ -46,6 +47,7 @@ class ClientMetrics:
             "examples": gauge("examples", "Examples of the last message.", "kind"),
         }
         self._online: dict[str, bool] = {}
+        self._told: dict[str, str] = {}
         for name in self._names or ():
             self.connected(name, False)
 
@@ -55,9 +57,13 @@ class ClientMetrics:
         self._connected.labels(self._known(name)).set(yes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the server holds all clients of this process, and who is missing."""
+        """Whether the server holds all clients of this process, who is missing, and what it said last of whom."""
         missing = sorted(name for name, yes in self._online.items() if not yes)
-        return bool(self._online) and not missing, {"not connected": missing}
+        return bool(self._online) and not missing, {"not connected": missing, "told": dict(self._told)}
+
+    def told(self, name: str, notice: str) -> None:
+        """The server said why it refuses a client or dropped its upload: health shows the last word, with its time."""
+        self._told[self._known(name)] = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {notice}"
 
     def answered(
         self,

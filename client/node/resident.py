@@ -21,11 +21,11 @@ from flwr.common.constant import ErrorCode
 
 from client.memory.folder import open_memory
 from client.node.access import Access
-from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping
+from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge
 from client.node.fleet import Fleet
 from common.errors import RunError, SettingsError
 from strategies.protocol import wire
-from strategies.protocol.messages import outline
+from strategies.protocol.messages import notice_of, outline
 
 log = logging.getLogger("client.node.resident")
 
@@ -52,6 +52,9 @@ class Watch(Protocol):
         metrics: Mapping[str, float],
     ) -> None:
         """One more message was answered."""
+
+    def told(self, name: str, notice: str) -> None:
+        """The server said why it refuses a client, or dropped its upload."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +181,10 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             process.pause(time.monotonic() - last_work)
             continue
         process.wake()
-        run_id, tree = found
+        run_id = found.run_id
         try:
             started = time.monotonic()
-            message = fleet.receive(run_id, tree)
+            message = fleet.receive(found)
             received = time.monotonic()
             with process.at_work:
                 begun = time.monotonic()
@@ -194,6 +197,9 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             log.info("run %d has ended; its message is dropped", run_id)
         except SenderGone as error:
             log.warning("run %d: %s", run_id, error)
+        except TooLarge as error:
+            log.warning("run %d: %s; the server is told", run_id, error)
+            fleet.send(fleet.refusal(found, f"{options.name}: {error}"), 0.0)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
         except Exception:
@@ -203,6 +209,9 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
 
 def _count(watch: Watch | None, name: str, message: Message, reply: Message, seconds: Mapping[str, float]) -> None:
     if watch is not None:
+        if notice := notice_of(message):
+            watch.told(name, notice)
+            return
         status, metrics = outline(reply)
         kind = message.metadata.message_type.partition(".")[0]
         down, up = (wire.size(each.content) if each.has_content() else 0 for each in (message, reply))

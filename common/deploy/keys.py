@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -68,6 +69,11 @@ def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+def public_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The public key in PEM of a private one."""
+    return key.public_key().public_bytes(*_PEM)
+
+
 def read_public(text: str | bytes, source: str) -> bytes:
     """A public key, given as an OpenSSH line or as PEM, as the PEM that Flower knows nodes by.
 
@@ -95,3 +101,24 @@ def fingerprint(pem: bytes) -> str:
     """The short form of a public key that `ssh-keygen -lf` shows too."""
     blob = base64.b64decode(openssh(pem).split()[1])
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def spoken(fingerprint: str) -> str:
+    """A fingerprint to be read out over the phone: 64 hexadecimal digits in groups of four."""
+    digits = base64.b64decode(fingerprint.removeprefix("SHA256:") + "=").hex()
+    return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
+
+
+def read_fingerprint(text: str, source: str) -> str:
+    """A fingerprint as "SHA256:...", given so or as `spoken`. Raises SettingsError that names `source`."""
+    plain = re.sub(r"[\s:-]", "", text)
+    if re.fullmatch("[0-9A-Fa-f]{64}", plain):
+        return "SHA256:" + base64.b64encode(bytes.fromhex(plain)).decode().rstrip("=")
+    text = text.strip()
+    if re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", text):
+        digest = base64.b64decode(text.removeprefix("SHA256:") + "=")
+        if "SHA256:" + base64.b64encode(digest).decode().rstrip("=") == text:
+            return text
+    raise SettingsError(
+        f"{source}: {text[:80]!r} is no fingerprint; allowed: SHA256: and 43 letters, or 64 hexadecimal digits"
+    )

@@ -246,9 +246,14 @@ def _belongs(key_path: Path, certificate: Certificate, renew: str) -> Check:
 
 
 def _nodes(path: Path, certs: Path | None) -> Iterator[Check]:
-    from server.deploy.nodes import read
+    from server.deploy.nodes import read, today
 
-    found = read(path)
+    found, day = read(path), today()
+    for name, held in sorted(found.items()):
+        for key in held:
+            if said := key.ends_soon(day):
+                advice = f"a new one beside it: python -m server nodes add {name} NEW.pub --also; or a later --expires"
+                yield Check("nodes", None, f"the key {key.fingerprint} of {name} {said}", advice)
     if found:
         yield Check("nodes", True, f"{path}: {len(found)} sites may join: {', '.join(sorted(found))}")
     else:

@@ -15,7 +15,9 @@ from rich.console import Console
 from common import flower, portable
 from common.deploy import logs
 from common.deploy.logs import LogFormat
+from common.deploy.options import finite
 from common.errors import RunError, SettingsError
+from server.rounds.stopping import Stopped
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
@@ -23,9 +25,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest ch
 Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
 Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
 Gpus = Annotated[
-    float, typer.Option(min=0.01, help="With --engine flower on a GPU: the part of it that each actor takes.")
+    float,
+    typer.Option(
+        min=0.01, callback=finite, help="With --engine flower on a GPU: the part of it that each actor takes."
+    ),
 ]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
+Grace = Annotated[float, typer.Option(min=0, callback=finite, help="Seconds that SIGTERM leaves to the round in hand.")]
 Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
 FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
 ControlHost = Annotated[
@@ -88,6 +93,8 @@ def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     except RunError as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
+    except Stopped:
+        console.print("stopped before it began")
     except KeyboardInterrupt:
         console.print("stopped; go on with --resume")
         sys.exit(130)

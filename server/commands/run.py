@@ -37,7 +37,7 @@ from server.commands.options import (
     State,
     errors,
 )
-from server.rounds.stopping import GRACE_S, StopOnSignal
+from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
 if TYPE_CHECKING:
     from server.rounds.folder import RunFolder
@@ -76,14 +76,14 @@ def simulate(
     With --cohort the clients of a round train as one batched model: faster for many clients with a tiny model, equal to
     the ordinary way to rounding and not bit for bit. See docs/benchmarks.md.
     """
-    with errors():
+    with errors(), StopOnSignal(grace) as stop:
         if cohort is not None and engine is Engine.flower:
             raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
         from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably)
-        with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
+        with Display(settings.name, settings.rounds) as display:
             if engine is Engine.flower:
                 from server.engines import vce
 
@@ -117,7 +117,7 @@ def local(
     portably: Portable = False,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
-    with errors():
+    with errors(), stop_on_signals(grace) as stop:
         from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
@@ -127,7 +127,7 @@ def local(
         if not (names := prepare(settings).task.names()):
             raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
-            federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
+            federation.run(settings, folder, display, resume=resume, names=names, device=device, stop=stop)
         _conclude(folder, display)
 
 
@@ -164,7 +164,7 @@ def run(
     Starts a SuperLink for it, or submits it to one that runs already (--superlink): then the run folder must lie where
     both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
     """
-    with errors(log_format):
+    with errors(log_format), stop_on_signals(grace) as stop:
         from server.deploy import federation
         from server.deploy.superlink import LinkOptions
         from server.rounds.prepare import prepare
@@ -177,9 +177,9 @@ def run(
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
             if control is not None:
-                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace)
+                federation.attach(settings, folder, display, resume=resume, control=control, stop=stop)
             else:
-                federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
+                federation.run(settings, folder, display, resume=resume, options=options, stop=stop)
         _conclude(folder, display)
 
 
@@ -198,13 +198,13 @@ def superlink(
     portably: Portable = False,
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
-    with errors(log_format):
+    with errors(log_format), StopOnSignal(grace) as stop:
         from server.deploy import service
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
-        with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
+        with endpoint(metrics, lambda: (service.healthy(options), {})):
             service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
 
 

@@ -19,6 +19,8 @@ from common.deploy.keys import private_pem, write_private
 from common.errors import SettingsError
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "server.pem", "server.key"
+TRUST = "trust.pem"
+"""The new authority and the one before it: what sites trust while the server changes from one to the other."""
 
 # Flower's own helper processes reach the server by these.
 ALWAYS_HOSTS, ALWAYS_ADDRESSES = ("localhost",), ("127.0.0.1", "::1")
@@ -37,6 +39,12 @@ class Certificates:
     def ca(self) -> Path:
         """The authority's certificate: what clients trust."""
         return self.folder / CA
+
+    @property
+    def trust(self) -> Path:
+        """What sites are to trust: two authorities while one takes over from another, else `ca`."""
+        both = self.folder / TRUST
+        return both if both.exists() else self.ca
 
     @property
     def certificate(self) -> Path:
@@ -59,10 +67,13 @@ class Certificates:
         return self
 
 
-def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: int) -> Certificates:
+def write(
+    folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: int, beside: Path | None = None
+) -> Certificates:
     """Make a server certificate for DNS names and IP addresses, signed by the folder's authority.
 
-    The authority is made if the folder has none, and used again if it has: then clients need no new file.
+    The authority is made if the folder has none, and used again if it has: then clients need no new file. `beside`: a
+    folder, or file, of the authority before this one: `trust` then holds both, for sites while the server changes over.
     Raises SettingsError if a name or an address is none or a server certificate is there already.
     """
     made = Certificates(folder)
@@ -73,6 +84,7 @@ def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: in
                 f"and leave {CA} and {CA_KEY}: clients then need no new file"
             )
     names = _names(hosts, addresses)
+    before = _before(beside, folder) if beside else b""
     authority, authority_key = _authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     lifetime = min(datetime.timedelta(days=days), authority.not_valid_after_utc - _now())
@@ -86,7 +98,22 @@ def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: in
     certificate = builder.sign(authority_key, hashes.SHA256())
     write_private(made.key, private_pem(key))
     made.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    if beside:
+        (folder / TRUST).write_bytes(made.ca.read_bytes() + before)
     return made
+
+
+def _before(beside: Path, folder: Path) -> bytes:
+    """The authority that sites trust so far."""
+    if (folder / CA).exists():
+        raise SettingsError(f"--beside: {str(folder)!r} has an authority already; a new one needs another --out")
+    file = Certificates(beside).ca if beside.is_dir() else beside
+    try:
+        content = file.read_bytes()
+        x509.load_pem_x509_certificates(content)
+    except (OSError, ValueError):
+        raise SettingsError(f"--beside: {str(file)!r} is no certificate in PEM that can be read") from None
+    return content
 
 
 def describe(path: Path) -> str:

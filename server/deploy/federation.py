@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from flwr.supercore.address import parse_address
 
@@ -14,13 +12,12 @@ from common.deploy.addresses import is_loopback
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
+from server.deploy.admission import Admission
 from server.deploy.clients import start_clients
 from server.deploy.control import Control
-from server.deploy.nodes import Admission
-from server.deploy.processes import hurry
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
-from server.rounds.stopping import GRACE_S, Stop, StopOnSignal
+from server.rounds.stopping import Stop, heed
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
@@ -35,20 +32,20 @@ def run(
     names: Sequence[str] = (),
     device: str = "cpu",
     options: LinkOptions | None = None,
-    grace_s: float = GRACE_S,
+    stop: Stop = lambda: None,
 ) -> None:
     """Run an experiment behind a SuperLink of its own, with resident clients `names` started here, and show its rounds.
 
-    Stops every process that it started, also after Ctrl-C or SIGTERM. Raises what ended the run.
+    Stops every process that it started, also when it is stopped. Raises what ended the run, and Stopped if `stop` asked
+    before it began.
     """
     options = options or LinkOptions()
     options.check()
     logs = folder.path / "logs"
-    link = SuperLink(logs / "superlink.log", options=options)
+    link = SuperLink(logs / "superlink.log", options=options, stop=stop)
     memory = folder.path / "memory"
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals(grace_s))
-        begin(folder, resume)
+        claim = stack.enter_context(folder.claimed(resume))
         # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a
         # round in hand must not be completed without those that stopped a moment earlier.
         clients = stack.enter_context(
@@ -56,7 +53,7 @@ def run(
         )
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, display.say))
+            stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
         if not names:
             display.say(f"clients join with: {join_command(link.options)}")
 
@@ -71,7 +68,7 @@ def run(
             return None if link.running else f"the SuperLink ended; its log: {link.log}"
 
         # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-        submitted(link.control, experiment, folder, display, resume, stop, trouble, strict=bool(names))
+        submitted(link.control, experiment, folder, display, resume, stop, trouble, bool(names), claim)
 
 
 def attach(
@@ -81,21 +78,22 @@ def attach(
     *,
     resume: bool,
     control: Control,
-    grace_s: float = GRACE_S,
+    stop: Stop = lambda: None,
 ) -> None:
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
-    stops the run too, without finishing its round. With `resume`, a run that is going on is watched: this command may
-    have been killed and started again. Raises RunError if someone else stopped it.
+    stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that
+    is going on is watched: this command may have been killed and started again. Raises RunError if someone else stopped
+    it.
     """
-    with stop_on_signals(grace_s) as stop:
+    with ExitStack() as stack:
         if resume and folder.in_use():
             display.say("this run is going on; its rounds follow")
             follow(folder, display, stop, _nothing, lambda: None if folder.in_use() else "the server app has died")
         else:
-            begin(folder, resume)
-            submitted(control, experiment, folder, display, resume, stop, _nothing, strict=False)
+            claim = stack.enter_context(folder.claimed(resume))
+            submitted(control, experiment, folder, display, resume, stop, _nothing, False, claim)
         if stop() is None and folder.status().get("status") == "stopped":
             # A supervisor that restarts this command after failures then goes on with the run.
             raise RunError("the run was stopped with its SuperLink; go on with --resume")
@@ -123,13 +121,6 @@ def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control
     return Control(address, ca)
 
 
-def begin(folder: RunFolder, resume: bool) -> None:
-    """Look whether the folder is free, before anything starts."""
-    with folder.open(resume):
-        # The server app locks the folder itself; what an earlier run left there must not be taken for its word.
-        folder.set_status("starting")
-
-
 def submitted(
     control: Control,
     experiment: Experiment,
@@ -139,15 +130,22 @@ def submitted(
     stop: Stop,
     trouble: Callable[[], str | None],
     strict: bool,
+    claim: str,
 ) -> None:
-    """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on."""
+    """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on, `claim` is the
+    folder's for it.
+
+    However this ends before the run does (a signal at any moment, no answer to what was submitted): the run ends too,
+    or never begins.
+    """
     config: dict[str, str | int | float | bool] = {
         "experiment-toml": experiment.toml(),
         "run-dir": str(folder.path),
         "resume": resume,
         "strict": strict,
+        "claim": claim,
     }
-    run_id = control.submit(ROOT, config)
+    run_id = 0
 
     def dead() -> str | None:
         answer = control.status(run_id)
@@ -156,7 +154,26 @@ def submitted(
         log = control.log(run_id).strip().splitlines()[-20:]
         return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
-    follow(folder, display, stop, trouble, dead)
+    try:
+        heed(stop)
+        run_id = control.submit(ROOT, config)
+        follow(folder, display, stop, trouble, dead, claim)
+    except BaseException as error:
+        if run_id and stop() is None and not isinstance(error, KeyboardInterrupt):
+            raise  # whoever resumes it watches it again
+        folder.stop.ask(0)
+        folder.withdraw(claim)
+        _stop_for_good(control, run_id)
+        raise
+    if folder.status().get("claim") != claim:  # withdrawn before it began
+        _stop_for_good(control, run_id)
+
+
+def _stop_for_good(control: Control, run_id: int) -> None:
+    """Spare the SuperLink the start of a server app that would end at once."""
+    with suppress(RunError, SettingsError):
+        if run_id and not control.status(run_id).over:
+            control.stop(run_id)
 
 
 def join_command(options: LinkOptions) -> str:
@@ -166,24 +183,3 @@ def join_command(options: LinkOptions) -> str:
     key = " --key NAME.key" if options.nodes else ""
     plain = " --insecure" if options.insecure else ""
     return f"python -m client join --server {host}:{options.fleet_port} --name NAME{tls}{key}{plain}"
-
-
-@contextmanager
-def stop_on_signals(grace_s: float) -> Iterator[Stop]:
-    """SIGTERM asks to stop; the second one, or Ctrl-C, unwinds at once, so that what was started is stopped too.
-
-    While it is, further signals wait.
-    """
-
-    def unwind(number: int = 0, frame: Any = None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        hurry()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, unwind)
-    try:
-        with StopOnSignal(grace_s, at_once=unwind) as stop:
-            yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ import psutil
 
 from common.deploy.addresses import answers, reachable
 from common.errors import RunError
-from server.deploy.nodes import Admission
+from server.deploy.admission import Admission
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.stopping import GRACE_S, Stop
 from server.watch.tail import Tail
@@ -38,7 +38,7 @@ def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace
         stack.callback(_repeat, printed, say)
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, say))
+            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks))
         how = "TLS" if options.certificates else "plain text"
         runs = f"{options.control_host}:{link.control_port}"
         say(f"SuperLink: clients at {options.host}:{link.fleet_port}, runs at {runs} ({how})")

@@ -18,9 +18,12 @@ from common.deploy.addresses import LOOPBACK, answers, bracketed, is_loopback, r
 from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
+from server.deploy import waiting
 from server.deploy.certs import Certificates
 from server.deploy.control import Control
-from server.deploy.processes import Family, held_ports, stop
+from server.deploy.processes import Family, held_ports
+from server.deploy.processes import stop as stop_families
+from server.rounds.stopping import Stop, heed
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class SuperLink:
     """A `flower-superlink` of this environment; a context manager that stops all it started.
 
     `control`: for submitting runs; `fleet_address`: for clients. Entering waits until both ports answer, or raises
-    RunError with the end of the log.
+    RunError with the end of the log, or Stopped if `stop` asks for it meanwhile.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class SuperLink:
         control_port: int | None = None,
         options: LinkOptions | None = None,
         start_timeout_s: float = 60.0,
+        stop: Stop = lambda: None,
     ):
         spare = held_ports(2)
         given = options or LinkOptions(fleet_port=fleet_port, control_port=control_port)
@@ -91,6 +95,7 @@ class SuperLink:
         )
         self.log = log
         self._start_timeout_s = start_timeout_s
+        self._stop = stop
         self._stack = ExitStack()
 
     @property
@@ -102,6 +107,11 @@ class SuperLink:
     def control_port(self) -> int:
         """Where runs are submitted."""
         return self.options.control_port or 0
+
+    @property
+    def knocks(self) -> Path | None:
+        """The file of the keys that were refused and wait to be let in."""
+        return waiting.place(self.options.nodes, self.options.state) if self.options.nodes else None
 
     @property
     def control(self) -> Control:
@@ -125,8 +135,8 @@ class SuperLink:
                 raise RunError(f"port {port} of {reachable(host)} is in use; is another server running?")
         with ExitStack() as stack:
             home = self._home(stack)
-            self.family = Family(self._command(), _server_environment(home), self.log)
-            stack.callback(stop, [self.family], 3.0)
+            self.family = Family(self._command(), _server_environment(home, self.knocks), self.log)
+            stack.callback(stop_families, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()
         return self
@@ -183,6 +193,7 @@ class SuperLink:
         end = time.monotonic() + self._start_timeout_s
         ports = ((self.control_port, self.options.control_host), (self.fleet_port, self.options.host))
         while not all(answers(port, reachable(host)) for port, host in ports):
+            heed(self._stop)
             if not self.running:
                 raise RunError(f"the Flower server ended while starting:\n{self.family.tail()}")
             if time.monotonic() > end:
@@ -191,10 +202,11 @@ class SuperLink:
             time.sleep(0.02)
 
 
-def _server_environment(home: Path) -> dict[str, str]:
+def _server_environment(home: Path, knocks: Path | None) -> dict[str, str]:
     # Flower starts its helpers by name: they must be the ones of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
+    told = {waiting.VARIABLE: str(knocks)} if knocks else {}
+    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path, **told}
 
 
 def _command_of(process: psutil.Process) -> list[str]:

@@ -11,6 +11,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from server.rounds import reply_limits
 from server.rounds.stopping import Stop
 
 # A look costs a SuperLink about 2 ms of the CPU time that uploads need.
@@ -46,6 +47,7 @@ class Exchange:
         error. Never sleeps longer than a fiftieth of the time waited so far.
         """
         started = looked = time.monotonic()
+        ends = started + deadline_s
         waiting: dict[int, deque[str]] = defaultdict(deque)
         for name, message in messages.items():
             waiting[message.metadata.dst_node_id].append(name)
@@ -55,7 +57,9 @@ class Exchange:
         self._count_late()
         pause = SHORTEST_PAUSE_S
         while names:
-            arrived = list(self.grid.pull_messages(list(names)))
+            pulled = time.monotonic()
+            with reply_limits.whole_by(lambda: self._until(ends)):
+                arrived = list(self.grid.pull_messages(list(names)))
             if not arrived and time.monotonic() - looked > NODES_S:
                 arrived, looked = self._crashed(messages, names), time.monotonic()
             freed: list[str] = []
@@ -67,7 +71,9 @@ class Exchange:
                 replies[name] = reply
                 freed += self._next(messages[name].metadata.dst_node_id, waiting, 1)
             self._push(freed, messages, names)
-            now, until = time.monotonic(), self._until(started + deadline_s)
+            now, until = time.monotonic(), self._until(ends)
+            if arrived and now >= until > pulled:
+                continue  # One upload that trickled in may have hidden others that are here.
             if now >= until or (arrived and enough is not None and enough(replies)):
                 break
             if not arrived:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
@@ -15,9 +15,9 @@ from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange
-from server.rounds.stopping import Stop, Stopped
+from server.rounds.stopping import Stop, heed
 from strategies.protocol.coordinator import Coordinator
-from strategies.protocol.members import Member, members_of, roll_messages
+from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
 from strategies.protocol.messages import Refused
 
 POLL_S = 0.05
@@ -36,7 +36,9 @@ class Roster:
         assignment: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
+        own_data: bool = False,
     ) -> None:
+        """`own_data`: sites bring examples of their own, which nobody here has counted."""
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
         self._grid = grid
@@ -45,6 +47,7 @@ class Roster:
         self._assignment = assignment
         self._say = say
         self._stop = stop
+        self._doubts = own_data and experiment.round.most_share is None and coordinator.strategy.weights == "data"
         self._nodes: dict[int, str] = {}
         """Node on the roll -> when it was activated: another time is another process."""
         self._refused: dict[int, str] = {}
@@ -75,7 +78,7 @@ class Roster:
             self.refresh(strict)
             if len(self.members) >= count:
                 return
-            self._heed()
+            heed(self._stop)
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
                 refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
@@ -94,14 +97,10 @@ class Roster:
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
-            self._heed()
+            heed(self._stop)
             time.sleep(POLL_S)
             self.refresh()
         return True
-
-    def _heed(self) -> None:
-        if self._stop() is not None:
-            raise Stopped
 
     def overdue(self, names: Iterable[str]) -> None:
         """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
@@ -143,10 +142,37 @@ class Roster:
             try:
                 self._enter(online[node], reply)
             except Refused as error:
-                self._refused[node] = str(error)
                 if strict:
                     raise SettingsError(str(error)) from None
-                self._say(f"refused node {node}: {error}")
+                self._refuse(online[node], error)
+
+    def _refuse(self, info: NodeInfo, error: Refused) -> None:
+        self._refused[info.node_id] = str(error)
+        self._say(f"refused node {info.node_id}{f' of {info.name!r}' if info.name else ''}: {error}")
+        if _stamp(info):
+            self._notify({info.node_id: f"refused: {error}"})
+
+    def tell(self, dropped: Mapping[str, str]) -> None:
+        """Let sites know why their client's upload was dropped: otherwise all that they see is silence."""
+        nodes = {self.members[name].node: f"client {name}: {reason}" for name, reason in dropped.items()}
+        self._notify({node: reason for node, reason in nodes.items() if self._nodes.get(node)})
+
+    def _notify(self, reasons: Mapping[int, str]) -> None:
+        """Messages that nobody waits for. Not where clients are simulated: their process says it already."""
+        if reasons:
+            self._grid.push_messages(notices(self._coordinator.run, reasons, ROLL_CALL_S))
+
+    def doubt(self) -> None:
+        """Refuse who announced more examples than is believed beside those of the others, now that they are here."""
+        online = self._online()
+        for name in sorted(self.members) if self._doubts else ():
+            if why := implausible(name, self._coordinator.known):
+                node = self.members[name].node
+                gone = [each for each, member in self.members.items() if member.node == node]
+                self.members = {each: member for each, member in self.members.items() if member.node != node}
+                self._coordinator.dismiss(gone)
+                del self._nodes[node]
+                self._refuse(online[node], Refused("examples", why))
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
@@ -172,6 +198,10 @@ class Roster:
                 )
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
+        known = self._coordinator.known | {member.name: member.examples for member in members}
+        for member in members if self._doubts else ():
+            if why := implausible(member.name, known):
+                raise Refused("examples", why)
         self._coordinator.admit(members)
         self.members |= {member.name: member for member in members}
         self.in_flight[node] = in_flight

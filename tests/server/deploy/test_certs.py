@@ -1,4 +1,4 @@
-"""Certificates, node keys and the file of sites: what is made fits, and nothing is overwritten or left open."""
+"""Certificates and node keys: what is made fits, and nothing is overwritten or left open."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.deploy import keys
-from common.errors import RunError, SettingsError
-from server.deploy import certs, nodes
-from server.deploy.control import Node
+from common.errors import SettingsError
+from server.deploy import certs
 from server.deploy.federation import running_link
 from server.deploy.superlink import LinkOptions
 
@@ -144,81 +143,6 @@ def test_keys_that_are_none_or_of_another_kind(tmp_path: Path) -> None:
 def test_no_bytes_are_more_than_no_key(content: bytes) -> None:
     with pytest.raises(SettingsError):
         keys.read_public(content, "it")
-
-
-# --- the file of sites
-
-
-class Known:
-    """A SuperLink's list of sites."""
-
-    def __init__(self) -> None:
-        self.sites: dict[str, bytes] = {}
-        self.removed: set[bytes] = set()
-
-    def nodes(self) -> list[Node]:
-        return [Node(number, name, key) for number, (name, key) in enumerate(self.sites.items())]
-
-    def register(self, node: Node) -> None:
-        if node.public_key in self.removed:
-            raise RunError("Public key already in use")
-        self.sites[node.name] = node.public_key
-
-    def unregister(self, node: Node) -> None:
-        self.removed.add(self.sites.pop(node.name))
-
-
-def pair(folder: Path, name: str) -> Path:
-    return keys.generate(folder / f"{name}.key")
-
-
-def test_sites_come_and_go(tmp_path: Path) -> None:
-    file, link, said = tmp_path / "nodes.toml", Known(), list[str]()
-    for name in ("site-1", "site-2"):
-        nodes.add(file, name, pair(tmp_path, name))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-    nodes.remove(file, "site-1")
-    nodes.add(file, "site-3", pair(tmp_path, "site-3"))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-    nodes.add(file, "site-1", tmp_path / "site-1.key.pub")
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert "needs a new one" in said[-1]
-    nodes.remove(file, "site-1")
-    nodes.add(file, "site-1", pair(tmp_path, "new"))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-
-
-def test_one_name_and_one_key_for_each_site(tmp_path: Path) -> None:
-    file, public = tmp_path / "nodes.toml", pair(tmp_path, "a")
-    nodes.add(file, "a", public)
-    before = file.read_bytes()
-    for name, key, word in (
-        ("a", pair(tmp_path, "b"), "has a key already"),
-        ("b", public, "the same key"),
-        ("../b", public, "is no name: a name has"),
-        ("b", tmp_path / "a.key", "never leaves"),
-        ("b", tmp_path / "none", "cannot be read"),
-    ):
-        with pytest.raises(SettingsError, match=word):
-            nodes.add(file, name, key)
-    with pytest.raises(SettingsError, match="there are: a"):
-        nodes.remove(file, "b")
-    assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "text", ["nodes = 1", "[nodes]\na = 1", '[nodes]\na = "x"', "[sites]\n", "[nodes", '[nodes]\n"../a" = "x"', "\xff"]
-)
-def test_a_file_of_sites_that_is_none(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "nodes.toml"
-    file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(SettingsError, match=r"nodes\.toml"):
-        nodes.read(file)
-    with pytest.raises(SettingsError, match="server nodes add"):
-        nodes.read(tmp_path / "none.toml")
 
 
 # --- what a server may listen on
