@@ -9,6 +9,7 @@ from dataclasses import replace
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client.approval.gate import NotApproved, check_approval
 from client.evaluate import evaluate_client
 from client.memory.versions import ContextMemory
 from client.policy import Denied
@@ -48,6 +49,11 @@ def query(message: Message, context: Context) -> Message:
     try:
         with granting(grant_of(context)):
             content = _roll(read_head(RollHead, message.content), context, stage)
+    except NotApproved as word:
+        reason = f"client {word.client}: {word}"
+        content = write_head(
+            RollReply([word.client], [], [], [], [], "", "", "", VERSIONS, 0, reason, state=word.state)
+        )
     except (Exception, SystemExit) as error:
         readable = isinstance(error, (SettingsError, Denied))
         reason = _reason(
@@ -61,6 +67,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
+    check_approval(context, head.experiment, head.run)
     session = Session.of(head.experiment, context)
     stage[0] = "data"
     names = hosted(context, session.task)
@@ -112,6 +119,8 @@ def _guarded(message: Message, context: Context, work: Callable[[list[str], list
     try:
         with granting(grant_of(context)):
             content = work(stage, told)
+    except NotApproved as word:
+        content = reply_content(replace(told[0], status="refused", reason=str(word), state=word.state))
     except (Exception, SystemExit) as error:
         head, denied = told[0], isinstance(error, Denied)
         where = f"client {head.client[:100]}, round {head.round}, {stage[0]}"

@@ -21,6 +21,9 @@ log = logging.getLogger("client.app")
 MOST_REASON = 2000
 
 CODES = {
+    "approval-waits": "nobody at the site has approved this run as yet",
+    "approval-denied": "somebody at the site has denied this run",
+    "approvals-unusable": "the site cannot read which runs were approved",
     "experiment-denied": "the site's policy does not allow this experiment",
     "strategy-denied": "the site's policy does not allow this algorithm",
     "task-denied": "the site has not allowed this task",

@@ -147,7 +147,9 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     lasting = probe.lasts("expiry", certificate, renew)
     if fault and lasting.ok is not False:
         advice = "copy ca.pem from the server again, the one beside server.pem, and give it as --ca"
-        detail = f"the certificate ({print_}...) is not signed by {whose}: {fault}"
+        issuer = certificate.issuer.rfc4514_string() or "nobody"
+        detail = f"the certificate ({print_}..., issued by {issuer}) is not signed by {whose}: {fault}"
+        advice += "; or a proxy or firewall here looks into TLS with a certificate of its own: have it let this pass"
         yield Check("authority", False, detail, advice)
     elif not fault:
         yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")

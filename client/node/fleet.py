@@ -67,9 +67,11 @@ from client.node.errors import (
     ServerForgot,
     Stopping,
     TooLarge,
+    brief,
     cause,
     details,
     flower_code,
+    passing,
     raise_unless_connection,
     reason,
     wrong_tls,
@@ -88,8 +90,14 @@ REMIND_S = 600.0
 
 OBJECT_TIMEOUT_S = 600.0
 
-# The server app sits beside the server and sends without pause: a message with a gap this long will not be completed.
 PART_S = 10.0
+"""A gap this long between two parts of a message is looked into: if a newer message has come, or the server has called
+the run over for want of heartbeats, its sender is gone. Otherwise it is slow."""
+GONE_S = 120.0
+"""A gap for which no sender is slow."""
+
+PASSING_S = 60.0
+"""How long a call is repeated whose failure is the server's own and may pass, such as a database that is locked."""
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
@@ -114,6 +122,8 @@ class Fleet:
 
     access: Access
     stop: threading.Event
+    changed: Callable[[bool], None] = lambda connected: None
+    """Told at once when the server stops answering, and when it answers again."""
     node: Node = field(default_factory=Node)
 
     def __post_init__(self) -> None:
@@ -125,8 +135,14 @@ class Fleet:
         self._stub = FleetStub(grpc.intercept_channel(self._channel, _VersionInterceptor(), signer))
         self._lock = threading.Lock()
         self._lost_since: float | None = None
+        self._ahead: Found | None = None
         self._left = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+
+    @property
+    def _way(self) -> str:
+        proxy = self.access.proxy
+        return f", through the proxy {proxy.address} ({proxy.variable})" if proxy else ""
 
     @property
     def connected(self) -> bool:
@@ -208,6 +224,17 @@ class Fleet:
 
     def next_message(self) -> Found | None:
         """The next message for this node, if there is one."""
+        if self._ahead is not None:
+            found, self._ahead = self._ahead, None
+            return found
+        return self._look()
+
+    def _newer(self) -> bool:
+        """Whether another message has come for this node; it is the next one then."""
+        self._ahead = self._ahead or self._look()
+        return self._ahead is not None
+
+    def _look(self) -> Found | None:
         try:
             found = self._call("PullMessages", PullMessagesRequest(node=self.node))
         except grpc.RpcError as error:
@@ -234,7 +261,7 @@ class Fleet:
         pull = make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id)
         contents = pull_objects(
             list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree))),
-            _bounded(_patient(pull), self.access.most_bytes),
+            _bounded(_patient(pull, self._newer), self.access.most_bytes),
             initial_backoff=PULL_BACKOFF_S,
             backoff_cap=PULL_BACKOFF_CAP_S,
             max_tries_per_object=None,
@@ -280,18 +307,34 @@ class Fleet:
     def _try(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> tuple[Any, bool]:
         """The answer, and whether the call was repeated: the server may have heard it before."""
         wait_s, repeated = 0.1, False
+        failing_since: float | None = None
         while True:
             try:
                 answer = getattr(self._stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                raise_unless_connection(error)
-                self._without_server(error)
+                if passing(error):
+                    failing_since = failing_since or time.monotonic()
+                    if time.monotonic() - failing_since > PASSING_S or self.stop.is_set():
+                        raise
+                    log.info("the server at %s failed (%s); %s again", self.address, brief(error), method)
+                else:
+                    raise_unless_connection(error)
+                    self._without_server(error)
                 repeated = True
             else:
-                self._lost_since = None
+                self._with_server()
                 return answer, repeated
             self.stop.wait(wait_s * random.uniform(0.8, 1.2))
             wait_s = min(wait_s * 1.5, 2.0)
+
+    def _with_server(self) -> None:
+        if self._lost_since is None:
+            return
+        with self._lock:
+            since, self._lost_since = self._lost_since, None
+        if since is not None:
+            log.info("the server at %s answers again after %.0f s", self.address, time.monotonic() - since)
+            self.changed(self.connected)
 
     def _without_server(self, error: grpc.RpcError) -> None:
         if self.stop.is_set():
@@ -302,11 +345,13 @@ class Fleet:
                 self._lost_since = now
                 if not self.node.node_id and (wrong := wrong_tls(error, self.access)):
                     raise SettingsError(f"--server: {self.address}: {wrong}")
-                log.warning("no Flower server at %s yet (%s), retrying", self.address, cause(error))
+                yet = "any more" if self.node.node_id else "yet"
+                log.warning("no Flower server at %s %s (%s%s), retrying", self.address, yet, cause(error), self._way)
+                self.changed(False)
             most = self.access.max_wait_s
             if most is not None and now - self._lost_since >= most:
                 waited = f"{most:g} s"
-                raise RunError(f"no Flower server at {self.address} for {waited}: {cause(error)}")
+                raise RunError(f"no Flower server at {self.address} for {waited}: {cause(error)}{self._way}")
 
     def _send_heartbeats(self) -> None:
         # In time for two tries within the interval. A failure is left to the next call of the main loop.
@@ -329,17 +374,27 @@ class _VersionInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[mis
         return continuation(details._replace(metadata=metadata), request)
 
 
-def _patient(pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
-    """`pull`, that raises once no further part has come for `PART_S` seconds: the server app died while sending."""
-    latest = time.monotonic()
+def _patient(pull: Callable[[str], bytes], newer: Callable[[], bool]) -> Callable[[str], bytes]:
+    """`pull`, that raises SenderGone where the parts of a message stopped coming because its server app died.
+
+    `newer()`: whether another message has come meanwhile, which it would not while this one is being sent.
+    """
+    latest = looked = time.monotonic()
+    lock = threading.Lock()
 
     def patient(object_id: str) -> bytes:
-        nonlocal latest
+        nonlocal latest, looked
         try:
             content = pull(object_id)
         except ObjectUnavailableError:
-            if time.monotonic() - latest > PART_S:
-                raise SenderGone(f"no part of a message has come for {PART_S:g} s; its sender is gone") from None
+            now = time.monotonic()
+            with lock:
+                due = now - max(latest, looked) > PART_S
+                looked = now if due else looked
+            if now - latest > GONE_S or (due and newer()):
+                raise SenderGone(
+                    f"no part of a message has come for {now - latest:.0f} s; its sender is gone"
+                ) from None
             raise
         latest = time.monotonic()
         return content

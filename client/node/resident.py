@@ -21,7 +21,7 @@ from flwr.common.constant import ErrorCode
 
 from client.memory.folder import open_memory
 from client.node.access import Access
-from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge
+from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge, brief
 from client.node.fleet import Fleet
 from common.errors import RunError, SettingsError
 from strategies.protocol import wire
@@ -70,11 +70,15 @@ class NodeOptions:
     gpu_memory_fraction: float = 0.0
     allow_tasks: tuple[str, ...] = ()
     trusted: bool = False
+    approve: str = ""
+    approvals: str = ""
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
-        plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy")}
+        plain = {
+            key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy", "approve", "approvals")
+        }
         allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
         return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 
@@ -154,7 +158,7 @@ def _guarded(options: NodeOptions, process: Process, errors: list[Exception]) ->
 
 def _run(options: NodeOptions, process: Process) -> None:
     while not process.stop.is_set():
-        fleet = Fleet(options.access, process.stop)
+        fleet = Fleet(options.access, process.stop, lambda yes: _present(process, options, yes))
         try:
             fleet.join()
             log.info("joined %s as %s (node %d)", fleet.address, options.name, fleet.node.node_id)
@@ -165,9 +169,13 @@ def _run(options: NodeOptions, process: Process) -> None:
             break
         finally:
             fleet.leave()
-            if process.watch:
-                process.watch.connected(options.name, False)
+            _present(process, options, False)
     log.info("%s left %s", options.name, options.access.server)
+
+
+def _present(process: Process, options: NodeOptions, yes: bool) -> None:
+    if process.watch:
+        process.watch.connected(options.name, yes)
 
 
 def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
@@ -175,8 +183,7 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
     last_work = time.monotonic()
     while not process.stop.is_set():
         found = fleet.next_message()
-        if process.watch:
-            process.watch.connected(options.name, fleet.connected)
+        _present(process, options, fleet.connected)
         if found is None:
             process.pause(time.monotonic() - last_work)
             continue
@@ -202,8 +209,9 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process) -> None:
             fleet.send(fleet.refusal(found, f"{options.name}: {error}"), 0.0)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
-        except Exception:
-            log.exception("run %d: a message could not be received or answered", run_id)
+        except Exception as error:
+            log.warning("run %d: a message could not be received or answered: %s", run_id, brief(error))
+            log.debug("the whole of it:", exc_info=True)
         last_work = time.monotonic()
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import re
+import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -51,10 +52,24 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def unreadable(path: Path) -> str:
+    """That a file is there and this user may not read it: whose it is, its mode, and who asks."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        return f"{str(path)!r} cannot be read: {error.strerror}"
+    return (
+        f"{str(path)!r} is there and cannot be read: it belongs to user {about.st_uid}, mode "
+        f"{stat.S_IMODE(about.st_mode):04o}, and this process runs as user {os.geteuid()}; give it to that user (chown)"
+    )
+
+
 def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
     """A site's private key. Raises SettingsError if the file is none."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except PermissionError:
+        raise SettingsError(f"--key: {unreadable(path)}") from None
     except OSError as error:
         raise SettingsError(f"--key: {str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

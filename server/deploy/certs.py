@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.deploy.addresses import ip_address
-from common.deploy.keys import private_pem, write_private
+from common.deploy.keys import private_pem, unreadable, write_private
 from common.errors import SettingsError
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "server.pem", "server.key"
@@ -59,9 +59,11 @@ class Certificates:
     def require(self) -> Certificates:
         """Raise SettingsError if a file that the server needs is missing."""
         for path in (self.ca, self.certificate, self.key):
-            if not path.is_file() or not os.access(path, os.R_OK):
+            if path.is_file() and not os.access(path, os.R_OK):
+                raise SettingsError(f"--certs: {unreadable(path)}")
+            if not path.is_file():
                 raise SettingsError(
-                    f"--certs: {str(path)!r} is missing or cannot be read; make certificates with: "
+                    f"--certs: {str(path)!r} is missing; make certificates with: "
                     f"python -m server certs --host NAME --out {self.folder}"
                 )
         return self

@@ -29,6 +29,13 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from common.errors import RunError, SettingsError
 from common.flower import ROOT
 
+NEVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""In errors that stay however long one waits."""
+
+
+class NoAnswer(RunError):
+    """Nobody answers at a control address: the SuperLink is not there yet, or not any more."""
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -122,6 +129,16 @@ class Control:
         with self._client() as client:
             client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
 
+    def absent(self) -> str:
+        """Why no SuperLink answers, "" if one does, whatever it says. Raises SettingsError where it never will."""
+        try:
+            self.online()
+        except NoAnswer as error:
+            return str(error)
+        except RunError:
+            return ""
+        return ""
+
     @contextmanager
     def _client(self) -> Iterator[ControlHttpClient]:
         try:
@@ -140,7 +157,11 @@ class Control:
             text = " ".join(filter(None, (flower_error.message, flower_error.public_details))) if flower_error else ""
             raise RunError(f"the Flower server at {self.address}: {text or error}") from None
         except httpx.HTTPError as error:
-            raise RunError(f"no answer from the Flower server at {self.address}: {error}") from None
+            if any(word in str(error) for word in NEVER):
+                raise SettingsError(
+                    f"--superlink: {self.address}: {error}; is this its ca.pem, and its name?"
+                ) from None
+            raise NoAnswer(f"no answer from the Flower server at {self.address}: {error}") from None
         finally:
             client.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,10 +18,13 @@ from server.deploy.clients import start_clients
 from server.deploy.control import Control
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
-from server.rounds.stopping import Stop, heed
+from server.rounds.stopping import Stop, Stopped, heed
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
+
+AGAIN_S, LOOK_S = 1.0, 0.1
+"""Between two looks for a SuperLink that is not there, and for a request to stop meanwhile."""
 
 
 def run(
@@ -84,9 +88,42 @@ def attach(
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
     stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that
-    is going on is watched: this command may have been killed and started again. Raises RunError if someone else stopped
-    it.
+    is going on is watched: this command may have been killed and started again. A SuperLink that is not there is waited
+    for, at the start and in the middle; then the run goes on. Raises RunError if someone else stopped it.
     """
+    lost = False
+    while True:
+        _wait_for(control, display, stop)
+        try:
+            return _attached(experiment, folder, display, resume, control, stop)
+        except RunError as error:
+            if stop() is not None or (not lost and not control.absent()):
+                raise
+            # Its SuperLink is gone, and what it ran with it: no fault of the run, nor is what ends late then.
+            lost = not lost
+            display.say(f"the SuperLink at {control.address} was gone ({error}); the run goes on with it")
+            resume = folder.holds_run()
+
+
+def _wait_for(control: Control, display: Viewer, stop: Stop) -> None:
+    """Until a SuperLink answers; raises Stopped if `stop` asks for it first."""
+    said = False
+    while why := control.absent():
+        if not said:
+            display.say(f"no SuperLink at {control.address} yet, waiting: {why}")
+            said = True
+        end = time.monotonic() + AGAIN_S
+        while time.monotonic() < end:
+            if stop() is not None:
+                raise Stopped
+            time.sleep(LOOK_S)
+    if said:
+        display.say(f"the SuperLink at {control.address} is here")
+
+
+def _attached(
+    experiment: Experiment, folder: RunFolder, display: Viewer, resume: bool, control: Control, stop: Stop
+) -> None:
     with ExitStack() as stack:
         if resume and folder.in_use():
             display.say("this run is going on; its rounds follow")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 from flwr.common.constant import PUBLIC_KEY_HEADER
 from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor
 from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
@@ -19,7 +20,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.logger import update_console_handler
 
 from common.deploy.keys import fingerprint
-from common.flower import MOST_CALL_BYTES
+from common.flower import MOST_CALL_BYTES, keepalive
 from server.deploy.waiting import VARIABLE, Knocks
 
 log = logging.getLogger("flwr")
@@ -41,6 +42,9 @@ def main() -> None:
     update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
     program: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     program.GRPC_MAX_MESSAGE_LENGTH = MOST_CALL_BYTES
+    _keep_alive()
+    for each in ("flwr", "grpc._server", "uvicorn.error"):
+        logging.getLogger(each).addFilter(_Passing())
     _explain("ActivateNode", _why_not_activated)
     _one_process_a_name()
     if os.environ.get(VARIABLE):
@@ -50,6 +54,30 @@ def main() -> None:
     # What Flower says of the same refusals, at every try, with the whole key.
     log.addFilter(lambda record: "Attempted to register SuperNode" not in record.getMessage())
     program.flower_superlink()
+
+
+def _keep_alive() -> None:
+    """Let the gRPC server ask quiet nodes whether they are there, and let them ask. Flower has no option for it."""
+    made = grpc.server
+
+    def kept_alive(*args: Any, options: Any = (), **more: Any) -> Any:
+        return made(*args, options=[*(dict(options) | dict(keepalive())).items()], **more)
+
+    grpc.server = kept_alive
+
+
+class _Passing(logging.Filter):
+    """Of a database that was locked for a moment one line is enough: who called tries again."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and any(word in str(error) for word in ("database is locked", "database table is locked")):
+            record.msg, record.args, record.exc_info, record.exc_text = BUSY, (), None, None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+BUSY = "Flower's database was busy; whoever asked tries again"
 
 
 def _explain(method: str, why: Any) -> None:

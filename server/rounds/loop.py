@@ -137,7 +137,7 @@ class Rounds:
         plan = self._task.plan_hash()
         roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, own_data=not named)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict)
+        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
         if not resume:
             roster.doubt()
         trainers = roster.trainers
@@ -176,6 +176,8 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if waiting := attempts.roster.undecided.names:
+            record["waiting"] = waiting
         if coordinator.grown:
             record["grown"] = {name: list(change) for name, change in coordinator.grown.items()}
             for name, (before, now) in coordinator.grown.items():
