@@ -31,6 +31,7 @@ CODES = {
     "download-denied": "the site has not allowed a download that the experiment asks for",
     "steps-denied": "more local steps than the site's policy allows",
     "time-denied": "training takes longer than the site's policy allows",
+    "statistics-denied": "the site's policy does not allow statistics of its data",
     "norm-denied": "an upload is longer than the site's policy allows",
     "experiment-invalid": "the experiment cannot work; the text says where",
     "message-invalid": "the message cannot be used; the text says why",
