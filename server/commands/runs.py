@@ -214,7 +214,7 @@ def users_remove(name: str, file: UsersPath = Path("users.toml")) -> None:
         typer.echo(f"{name} is shut out")
 
 
-def _note(file: Path, what: str, name: str, **more: str) -> None:
+def _note(file: Path, what: str, name: str, **more: Any) -> None:
     """A line in the audit log that lies beside the users file, if one does."""
     from common.deploy.audit import NAME, AuditLog
 
