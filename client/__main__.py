@@ -21,11 +21,13 @@ from typing import Annotated, Any
 
 import typer
 
-from client.commands import admin
+from client.commands import admin, runs
 from client.commands.options import (
     AUTO,
     DEFAULT_MEMORY,
     AllowTask,
+    ApprovalsFile,
+    Approve,
     Authority,
     Data,
     Device,
@@ -41,6 +43,7 @@ from client.commands.options import (
     Portable,
     Server,
     TrustServer,
+    approvals_file,
     errors,
 )
 from common.deploy import audit_commands
@@ -61,6 +64,10 @@ cli = typer.Typer(
 cli.command(epilog="Example: python -m client keygen --out site-3.key")(admin.keygen)
 cli.command(epilog="Example: python -m client doctor --server fl.example.org:9092 --ca ca.pem")(admin.doctor)
 cli.add_typer(admin.memories, name="memory")
+cli.command(epilog="Example: python -m client approvals --show")(runs.approvals)
+cli.command(epilog="Example: python -m client approve first")(runs.approve)
+cli.command(epilog="Example: python -m client deny 3f9a0c41")(runs.deny)
+cli.command(epilog="Example: python -m client revoke first")(runs.revoke)
 cli.add_typer(audit_commands.commands(errors), name="audit")
 
 
@@ -76,6 +83,8 @@ def join(
     policy: PolicyFile = None,
     allow_task: AllowTask = None,
     trust_server: TrustServer = False,
+    approve: Approve = "policy",
+    approvals: ApprovalsFile = None,
     folder: KitFolder = None,
     authority: KitAuthority = "",
     data: Data = None,
@@ -116,6 +125,7 @@ def join(
         elif not (server and name):
             raise SettingsError("join: give the kit of the server's operator, or --server and --name")
         access = Access(server, str(ca or ""), "", insecure, max_wait)
+        file = str(approvals_file(approvals, memory, name))
         if kit:
             access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
@@ -139,10 +149,15 @@ def join(
                 gpu_memory_fraction,
                 tuple(allow_task or ()),
                 trust_server,
+                approve,
+                file,
                 held,
             )
             for each in name
         ]
+        from client.approval.store import Approvals
+
+        Approvals(file).entries()  # One that cannot be used is told before anything is joined.
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client.approval.gate import NotApproved, check_approval
 from client.evaluate import evaluate_client
 from client.memory.versions import ContextMemory
 from client.policy import Denied
@@ -30,6 +32,7 @@ from strategies.protocol.messages import (
     reply_content,
     write_head,
 )
+from strategies.protocol.sums import StatisticsHead, StatisticsReply
 
 log = logging.getLogger("client.app")
 
@@ -48,6 +51,11 @@ def query(message: Message, context: Context) -> Message:
     try:
         with granting(grant_of(context)):
             content = _roll(read_head(RollHead, message.content), context, stage)
+    except NotApproved as word:
+        reason = f"client {word.client}: {word}"
+        content = write_head(
+            RollReply([word.client], [], [], [], [], "", "", "", VERSIONS, 0, reason, state=word.state)
+        )
     except (Exception, SystemExit) as error:
         readable = isinstance(error, (SettingsError, Denied))
         reason = _reason(
@@ -61,6 +69,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
+    check_approval(context, head.experiment, head.run)
     session = Session.of(head.experiment, context)
     stage[0] = "data"
     names = hosted(context, session.task)
@@ -72,6 +81,42 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
         if steps >= 2**63:
             raise MessageError(f"{steps} local steps a round: no message can carry such a number")
     return write_head(reply)
+
+
+@app.query("statistics")
+def statistics(message: Message, context: Context) -> Message:
+    """Answer what is asked about the data, in sums; see `client.statistics`. A site says why it does not."""
+    stage = ["open"]
+    try:
+        with granting(grant_of(context)):
+            reply = _statistics(read_head(StatisticsHead, message.content), context, stage)
+    except (Exception, SystemExit) as error:
+        reply = StatisticsReply(error=_reason(error, context, "statistics", stage[0], f"statistics: {error}"))
+        if out_of_memory(error):
+            release()
+    return Message(RecordDict({HEAD: write_head(reply)}), reply_to=message)
+
+
+def _statistics(head: StatisticsHead, context: Context, stage: list[str]) -> StatisticsReply:
+    from client.statistics import (  # readers of tables: memory that few sites ever need
+        answer,
+        check_allowed,
+        of_examples,
+        of_file,
+    )
+
+    policy, own, told = policy_of(context), trusts(context), []
+    check_allowed(policy, own)  # before anything is read: what is denied says nothing of the data
+    session = Session.of(head.experiment, context)
+    stage[0] = "data"
+    names, file = hosted(context, session.task), str(context.node_config.get("data", ""))
+    for name in names:
+        found = of_file(Path(file), session.experiment.task.options.get("labels")) if file else None
+        if found is None:
+            data = session.data(name, file)
+            found = of_examples([data.train, data.evaluate])
+        told.append(answer(head, *found, policy, own))
+    return StatisticsReply(names, told)
 
 
 @app.train()
@@ -112,6 +157,8 @@ def _guarded(message: Message, context: Context, work: Callable[[list[str], list
     try:
         with granting(grant_of(context)):
             content = work(stage, told)
+    except NotApproved as word:
+        content = reply_content(replace(told[0], status="refused", reason=str(word), state=word.state))
     except (Exception, SystemExit) as error:
         head, denied = told[0], isinstance(error, Denied)
         where = f"client {head.client[:100]}, round {head.round}, {stage[0]}"

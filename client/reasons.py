@@ -21,6 +21,9 @@ log = logging.getLogger("client.app")
 MOST_REASON = 2000
 
 CODES = {
+    "approval-waits": "nobody at the site has approved this run as yet",
+    "approval-denied": "somebody at the site has denied this run",
+    "approvals-unusable": "the site cannot read which runs were approved",
     "experiment-denied": "the site's policy does not allow this experiment",
     "strategy-denied": "the site's policy does not allow this algorithm",
     "task-denied": "the site has not allowed this task",
@@ -28,12 +31,14 @@ CODES = {
     "download-denied": "the site has not allowed a download that the experiment asks for",
     "steps-denied": "more local steps than the site's policy allows",
     "time-denied": "training takes longer than the site's policy allows",
+    "statistics-denied": "the site's policy does not allow statistics of its data",
     "norm-denied": "an upload is longer than the site's policy allows",
     "experiment-invalid": "the experiment cannot work; the text says where",
     "message-invalid": "the message cannot be used; the text says why",
     "arithmetic": "this site does not compute as the experiment asks; the text says what to do",
     "client-unknown": "the task has no data of a client of this name",
     "data-missing": "this experiment needs data of the site's own (--data), and it named none",
+    "data-absent": "data that the experiment or the site names are not there",
     "data-unused": "this task reads no data of a site's own, and it named some (--data)",
     "data-unreadable": "the site's data cannot be read as this experiment asks",
     "data-shape": "the site's data have another shape than this experiment's",

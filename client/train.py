@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from flwr.app import Context, Message, RecordDict
 
+from client.approval.gate import check_approval
 from client.memory.versions import DiskMemory, Memory
 from client.received import check_numbers, receive
 from client.session import Session, hosted, memory_of, policy_of
@@ -32,6 +33,7 @@ from strategies.protocol.messages import (
 def open_session(
     head: TrainHead | EvaluateHead, context: Context, session_of: Callable[[str, Context], Session] = Session.of
 ) -> Session:
+    check_approval(context, head.experiment, head.run, head.round)
     session = session_of(head.experiment, context)
     if head.layout != session.model.layout_hash:
         raise MessageError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")

@@ -44,7 +44,7 @@ _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     # Seconds between looks for a submitted run. Each costs the SuperLink 5 to 10 ms, day and night.
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0",
     # glibc hands a freed buffer of some MB back to the system and gets a new one, page by page, for each copy
     # of a message; keeping up to 512 MiB saves a third of the CPU time of a round with large models.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),

@@ -20,11 +20,16 @@ from server.rounds.prepare import assemble
 from server.rounds.records import Record
 from server.rounds.reply_limits import bound_replies, guard_replies
 from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent, heed
+from server.statistics.gather import gather
+from server.statistics.merge import FAR
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Trackers
 from strategies.registry import settled
 
 app = ServerApp()
+
+STATISTICS = "statistics: "
+"""Before the line of the log that is a result of theirs."""
 
 
 @app.main()
@@ -33,7 +38,8 @@ def main(grid: Grid, context: Context) -> None:
 
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`, `strict` (a refused client ends the run
-    before round 1 instead of being left out), `claim` (of the command that looks after the run).
+    before round 1 instead of being left out), `claim` (of the command that looks after the run). `statistics`: no run,
+    but what so many sites hold, as a line of the log; `statistics-far`: from which distance on a site is far.
     """
     if "--parent-pid" in sys.argv:
         # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
@@ -42,6 +48,11 @@ def main(grid: Grid, context: Context) -> None:
     experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
     flower.tune_flower(longest_wait_s=experiment.round.deadline_s)
     guard_replies()
+    if sites := int(config.get("statistics", 0)):
+        with StopOnSignal() as stop:
+            found = gather(grid, experiment, sites, far=float(config.get("statistics-far", FAR)), say=say, stop=stop)
+        say(STATISTICS + found.json())
+        return
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose_folder("runs", experiment.name, resume))
@@ -120,7 +131,8 @@ def run(
         except Stopped:
             record = (folder.history() or [{}])[-1]
             told(f"stopped after round {record.get('round', 0)}; go on with --resume")
-            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0)
+            by = {"by": by} if (by := folder.stop.by()) else {}
+            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0, **by)
             return record
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)

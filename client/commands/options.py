@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -82,6 +82,23 @@ TrustServer = Annotated[
         "told whole errors. Bounded by --policy alone.",
     ),
 ]
+Approve = Annotated[
+    Literal["ask", "policy", "all"],
+    typer.Option(
+        help="Which runs are taken. ask: those that a person here approved; policy: those that --policy, or "
+        "without one its defaults, let pass; all: the same, on purpose. See docs/approval.md."
+    ),
+]
+ApprovalsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--approvals",
+        dir_okay=False,
+        metavar="FILE",
+        help="Which runs were approved, denied, revoked. Default: approvals.json in the memory folder, of several "
+        "clients in the one that holds theirs.",
+    ),
+]
 Memory = Annotated[
     Path | None,
     typer.Option(
@@ -97,6 +114,16 @@ Portable = Annotated[
     bool, typer.Option(portable.OPTION, help="Compute the same bits as any AVX2 processor; docs/arithmetic.md.")
 ]
 Format = Annotated[LogFormat, typer.Option(help="Lines for people, or one JSON object a line.")]
+
+
+def approvals_file(given: Path | None, memory: Path | None, names: Sequence[str]) -> Path:
+    """Where `join` with these options keeps who was approved: one file for all clients of a process."""
+    if given is not None:
+        return given.expanduser().absolute()
+    if memory is None:
+        root = DEFAULT_MEMORY.expanduser()
+        memory = root / names[0] if len(names) == 1 else root
+    return memory.expanduser().absolute() / "approvals.json"
 
 
 @contextmanager

@@ -70,13 +70,17 @@ class NodeOptions:
     gpu_memory_fraction: float = 0.0
     allow_tasks: tuple[str, ...] = ()
     trusted: bool = False
+    approve: str = ""
+    approvals: str = ""
     held: OpenMemory | None = None
     """The memory folder, if it has been taken already."""
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
-        plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy")}
+        plain = {
+            key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy", "approve", "approvals")
+        }
         allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
         return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 

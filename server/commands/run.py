@@ -17,6 +17,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
     Certs,
+    Clients,
     Cohort,
     ControlHost,
     ControlPort,
@@ -35,7 +36,10 @@ from server.commands.options import (
     RunDir,
     Seed,
     State,
+    TokenFile,
+    UsersFile,
     errors,
+    token_of,
 )
 from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
@@ -139,6 +143,7 @@ def run(
         bool, typer.Option("--resume-or-start", help="Go on from the latest checkpoint if there is one, else begin.")
     ] = False,
     seed: Seed = None,
+    clients: Clients = None,
     superlink: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Submit to this control address instead of starting a SuperLink."),
@@ -146,6 +151,7 @@ def run(
     ca: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
     ] = None,
+    token_file: TokenFile = None,
     host: Host = LOOPBACK,
     fleet_port: FleetPort = 9092,
     control_host: ControlHost = LOOPBACK,
@@ -154,6 +160,7 @@ def run(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
@@ -170,10 +177,10 @@ def run(
         from server.rounds.prepare import prepare
         from server.watch.viewers import watched
 
-        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
-        control = federation.running_link(superlink, ca, options) if superlink else None
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
             if control is not None:
@@ -192,8 +199,10 @@ def superlink(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs of the queue that go on side by side.")] = 1,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -203,13 +212,19 @@ def superlink(
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
         with endpoint(metrics, lambda: (service.healthy(options), {})):
-            service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once)
 
 
 def _open(
-    path: Path, run_dir: Path | None, resume: bool, seed: int | None, portably: bool, either: bool = False
+    path: Path,
+    run_dir: Path | None,
+    resume: bool,
+    seed: int | None,
+    portably: bool,
+    either: bool = False,
+    clients: int | None = None,
 ) -> tuple[Experiment, RunFolder]:
     from common.partition import split_cache
     from server.rounds.folder import RunFolder, choose_folder
@@ -222,6 +237,9 @@ def _open(
     split_cache.share()
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})
+    if clients is not None:
+        partition = settings.partition.model_copy(update={"clients": clients})
+        settings = settings.model_copy(update={"partition": partition})
     if either and run_dir is None:
         run_dir = Path("runs") / settings.name
     folder = RunFolder(run_dir or choose_folder("runs", settings.name, resume))

@@ -18,7 +18,7 @@ from strategies.protocol import wire
 from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
-from strategies.protocol.messages import usable
+from strategies.protocol.messages import Undecided, usable
 
 TTL_MARGIN_S = 60.0
 
@@ -134,6 +134,7 @@ class Attempts:
         attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
         attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
         attempt.lost += verdict.lost
+        self.roster.withdraw({name: each for name, each in verdict.refused.items() if isinstance(each, Undecided)})
         return verdict.uploads
 
     def _inform(self, attempt: Attempt, uploads: list[Upload], quorum: int) -> State | None:

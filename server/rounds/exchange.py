@@ -15,7 +15,7 @@ from server.rounds import reply_limits
 from server.rounds.stopping import Stop
 
 # A look costs a SuperLink up to 10 ms of the CPU time that uploads need.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 1.0, 0.02
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 2.0, 0.02
 
 
 def pause_after(waited_s: float, shortest_s: float = SHORTEST_PAUSE_S) -> float:

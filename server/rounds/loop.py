@@ -176,6 +176,8 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if waiting := attempts.roster.undecided.names:
+            record["waiting"] = waiting
         if coordinator.grown:
             record["grown"] = {name: list(change) for name, change in coordinator.grown.items()}
             for name, (before, now) in coordinator.grown.items():

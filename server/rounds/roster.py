@@ -16,15 +16,16 @@ from common.experiment import Experiment
 from common.flower import versions
 from server.rounds.exchange import Exchange, pause_after
 from server.rounds.stopping import Stop, heed
+from server.rounds.waiting import Waiting
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
-from strategies.protocol.messages import Refused
+from strategies.protocol.messages import DENIED, Refused, Undecided
 
 POLL_S = 0.05
 SAY_S, MOST_NAMED = 3.0, 10
 """Between two lines about who is missing, and how many are named in one."""
 UNANSWERED = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-ROLL_CALL_S, SILENCE_S = 30.0, 60.0
+ROLL_CALL_S, SILENCE_S, LATE_S = 30.0, 60.0, 60.0
 
 
 class Roster:
@@ -57,6 +58,7 @@ class Roster:
         """Nodes that have just missed a deadline: one that died may still seem to be online."""
         self._silent: dict[int, float] = {}
         """Node that did not answer its roll call -> when to call it again."""
+        self.undecided = Waiting(grid, self._questions, experiment.round.deadline_s + LATE_S, say)
 
     @property
     def trainers(self) -> list[str]:
@@ -73,7 +75,8 @@ class Roster:
         again when that has changed.
 
         With `strict` a refused node raises SettingsError at once: where all clients are started by one command there
-        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused.
+        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused. While a
+        site waits for the approval of its people the clock stands: that is no matter of seconds.
         """
         started = said = time.monotonic()
         told = ""
@@ -82,6 +85,7 @@ class Roster:
             if len(self.members) >= count:
                 return
             heed(self._stop)
+            started = time.monotonic() if self.undecided.names else started
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
                 refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
@@ -100,14 +104,17 @@ class Roster:
         return f"waiting for clients: {len(self.members)} of {count} are here{who}{refused}"
 
     def gather(self, count: int, deadline_s: float) -> bool:
-        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds."""
+        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds, those not
+        counted in which a site waits for the approval of its people."""
         started = time.monotonic()
         self.refresh()
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
             heed(self._stop)
-            time.sleep(pause_after(time.monotonic() - started, POLL_S))
+            waited = time.monotonic() - started
+            started = time.monotonic() if self.undecided.names else started
+            time.sleep(pause_after(waited, POLL_S))
             self.refresh()
         return True
 
@@ -118,7 +125,9 @@ class Roster:
             self._refused.clear()
 
     def restarted(self) -> set[int]:
-        """Nodes on the roll whose process has started anew since: what they were asked is lost."""
+        """Nodes on the roll whose process has started anew since: what they were asked is lost. Asked for now and then
+        while a round waits, when those that decide are looked after, too."""
+        self.undecided.look()
         return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
 
     def _online(self) -> dict[int, NodeInfo]:
@@ -138,19 +147,41 @@ class Roster:
                 del self._nodes[node]
             # A client that started anew was refused for as long as its old node seemed to be alive.
             self._refused.clear()
+        self.undecided.keep(online)
+        self._take(self.undecided.answers(), online, strict)
         resting = {node for node, until in self._silent.items() if time.monotonic() < until}
-        new = sorted(online.keys() - self._nodes.keys() - self._refused.keys() - resting)
+        known = self._nodes.keys() | self._refused.keys() | self.undecided.nodes
+        new = sorted(online.keys() - known - resting)
         if not new:
             return
         # A node that seems to be online and says nothing must not hold up every round.
         self._silent |= dict.fromkeys(new, time.monotonic() + ROLL_CALL_S + SILENCE_S)
-        for node, reply in self._call(new).items():
+        self._take(self._call(new), online, strict)
+
+    def withdraw(self, words: Mapping[str, Undecided]) -> None:
+        """Take out clients whose sites say that they take part no more, or not yet; they are asked again."""
+        online = self._online() if words else {}
+        for name, word in words.items():
+            node = self.members[name].node if name in self.members else None
+            if node in online:
+                self.members = {name: m for name, m in self.members.items() if m.node != node}
+                self._nodes.pop(node, None)
+                self.undecided.put(online[node], word)
+
+    def _take(self, replies: Mapping[int, Message], online: Mapping[int, NodeInfo], strict: bool) -> None:
+        for node, reply in replies.items():
             if reply.has_error() and reply.error.code in UNANSWERED:
                 continue  # Flower's own word in place of an answer
             self._silent.pop(node, None)
             try:
                 self._enter(online[node], reply)
+                self.undecided.settle(node)
+            except Undecided as word:
+                if strict and word.state == DENIED:
+                    raise SettingsError(f"client {word.client!r} {word}") from None
+                self.undecided.put(online[node], word)
             except Refused as error:
+                self.undecided.settle(node)
                 if strict:
                     raise SettingsError(str(error)) from None
                 self._refuse(online[node], error)
@@ -163,7 +194,8 @@ class Roster:
 
     def tell(self, dropped: Mapping[str, str]) -> None:
         """Let sites know why their client's upload was dropped: otherwise all that they see is silence."""
-        nodes = {self.members[name].node: f"client {name}: {reason}" for name, reason in dropped.items()}
+        here = {name: reason for name, reason in dropped.items() if name in self.members}  # not one that withdrew
+        nodes = {self.members[name].node: f"client {name}: {reason}" for name, reason in here.items()}
         self._notify({node: reason for node, reason in nodes.items() if self._nodes.get(node)})
 
     def _notify(self, reasons: Mapping[int, str]) -> None:
@@ -185,10 +217,13 @@ class Roster:
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
-        messages = roll_messages(self._experiment, self._coordinator.run, nodes, ttl=deadline)
+        messages = self._questions(nodes, deadline)
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
         exchange = Exchange(self._grid, stop=self._stop)
         return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
+
+    def _questions(self, nodes: Iterable[int], ttl_s: float) -> list[Message]:
+        return roll_messages(self._experiment, self._coordinator.run, nodes, ttl=ttl_s)
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id

@@ -15,7 +15,7 @@ from common.compression.feedback import Kind
 from common.vector import State
 from strategies.protocol.coordinator import Coordinator, spoilt
 from strategies.protocol.members import Member
-from strategies.protocol.messages import Refused, Reply, read_reply, upload_seed
+from strategies.protocol.messages import DENIED, WAITING, Refused, Reply, ReplyHead, Undecided, read_reply, upload_seed
 from strategies.protocol.work import Upload
 
 FEWEST_JUDGED = 3
@@ -95,7 +95,7 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
     if told != asked:
         raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
     if head.status != "ok":
-        raise Refused(head.status, head.reason)
+        raise _not_ok(head)
     if not 0 < head.examples <= coordinator.known[name]:
         raise Refused("examples", f"{head.examples} not in 1..{coordinator.known[name]}, the roll's number")
     least, most = 0 if phase else 1, coordinator.bounds.get(name, head.steps)
@@ -130,9 +130,14 @@ def check_evaluation(coordinator: Coordinator, member: Member, reply: Reply) -> 
     if told != asked:
         raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
     if head.status != "ok":
-        raise Refused(head.status, head.reason)
+        raise _not_ok(head)
     if not 0 < head.examples <= member.evaluation:
         raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
+
+
+def _not_ok(head: ReplyHead) -> Refused:
+    undecided = head.status == "refused" and head.state in (WAITING, DENIED)
+    return Undecided(head.state, head.client) if undecided else Refused(head.status, head.reason)
 
 
 def _decoded(

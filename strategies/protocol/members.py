@@ -15,7 +15,17 @@ from common.experiment import Experiment
 from common.flower import FLWR_SERIES, versions
 from common.seeds import derive
 from common.settings import name_fault
-from strategies.protocol.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
+from strategies.protocol.messages import (
+    DENIED,
+    HEAD,
+    WAITING,
+    Refused,
+    RollHead,
+    RollReply,
+    Undecided,
+    read_head,
+    write_head,
+)
 
 MOST_EXAMPLES = 2**40
 """More than any data set of a site holds."""
@@ -72,11 +82,14 @@ def notices(run: str, reasons: Mapping[int, str], ttl: float) -> list[Message]:
 def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[Member], int]:
     """The clients in a node's answer to the roll call, and how many messages it takes at once (0: any number).
 
-    Raises Refused if the node holds another model or another split of the data, or cannot take part.
+    Raises Refused if the node holds another model or another split of the data, or cannot take part; Undecided where
+    its people have not approved the run.
     """
     if reply.has_error():
         raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
     answer = read_head(RollReply, reply.content)
+    if answer.state in (WAITING, DENIED):
+        raise Undecided(answer.state, next(iter(answer.names), ""))
     if answer.error:
         raise Refused("roll call failed", answer.error)
     lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}

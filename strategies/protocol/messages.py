@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
-from common.settings import checked
+from common.settings import checked, name_fault
 from common.vector import State
 from strategies.protocol import wire
 from strategies.protocol.work import Upload
@@ -48,6 +48,10 @@ MOST_METRICS = 1000
 T = TypeVar("T")
 
 
+WAITING, DENIED = "waiting", "denied"
+"""Of a site where a person decides which runs it takes part in: not decided yet; decided against it."""
+
+
 def cleaned(text: str, most: int = MOST_TEXT) -> str:
     """What a peer wrote as one line of at most `most` letters: no line end, no escape of a terminal, nothing that turns
     the direction of what follows. It goes to consoles, logs and the history."""
@@ -67,6 +71,23 @@ class Refused(MessageError):
     def kind(self) -> str:
         """The cause as one of a few words, for counting."""
         return self.cause if self.cause in KINDS else "invalid"
+
+
+class Undecided(Refused):
+    """A site's word that it takes no part in this run (`DENIED`), or not yet (`WAITING`): no fault of anybody."""
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        WAITING: "waits for approval at the site; it takes part once somebody there has approved the run",
+        DENIED: "takes no part: the run was denied at the site",
+    }
+
+    def __init__(self, state: str, client: str = "") -> None:
+        super().__init__("refused", self.WORDS[state])
+        self.state = state
+        self.client = "" if name_fault(client) else client
+
+    def __str__(self) -> str:
+        return self.WORDS[self.state]
 
 
 @dataclass(frozen=True)
@@ -150,6 +171,9 @@ class RollReply(Answer):
     """Why the node cannot take part."""
     arithmetic: str = field(default="", metadata={**LATER, "most": 300})
     """How it computes, as `common.arithmetic.describe` says."""
+    state: str = field(default="", metadata=LATER)
+    """`WAITING` or `DENIED` beside `error`: the site has not approved the run. Of such an answer `names` alone holds
+    anything."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +191,8 @@ class ReplyHead(Answer):
     examples: int = 0
     steps: int = 0
     lr: float = 0.0
+    state: str = field(default="", metadata=LATER)
+    """`WAITING` or `DENIED` beside the status "refused": the site has not approved the run, or does so no more."""
     part: float = field(default=1.0, metadata=LATER)
     """As in the message: a release that does not know it would send a wrong change of its trackers."""
 
@@ -180,6 +206,12 @@ class Reply:
     buffers: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
+
+
+def undecided(head: ConfigRecord | None) -> str:
+    """How the site of a reply stands to the run, where it takes no part in it: `WAITING`, `DENIED`, or ""."""
+    state = "" if head is None else head.get("state")
+    return str(state) if state in (WAITING, DENIED) else ""
 
 
 def write_head(head: Any) -> ConfigRecord:
@@ -296,9 +328,9 @@ def outline(reply: Message) -> tuple[str, dict[str, float]]:
     if head is None:
         return "error", {}
     if "error" in head and "status" not in head:  # a roll call
-        return ("refused" if head["error"] else "ok"), {}
+        return undecided(head) or ("refused" if head["error"] else "ok"), {}
     numbers = scalars(reply.content.metric_records.get(METRICS))
-    return str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
+    return undecided(head) or str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
 
 
 def read_reply(message: Message) -> Reply:
