@@ -197,15 +197,19 @@ def test_clients_are_scaled_up_and_down_while_a_run_goes_on(image: str, folder: 
 
 
 def test_a_sites_image_is_small_and_joins(image: str, tmp_path: Path) -> None:
-    """Below 1.3 GB; its command line works without what it was built without."""
+    """Below 1.3 GB on python:3.11-slim-bookworm, which is 0.13 GB; a stand-in for that base may be larger. Its command
+    line works without what it was built without."""
     shell(
         *("docker", "build", "-q", "-f", "docker/Dockerfile", "--target", "client", "-t", "fedkeel-client:test"),
         *("--build-arg", f"TORCH={TORCH}", "."),
         timeout=600,
     )
-    size = int(shell("docker", "image", "inspect", "-f", "{{.Size}}", "fedkeel-client:test").stdout)
+    size, base = (
+        int(shell("docker", "image", "inspect", "-f", "{{.Size}}", name).stdout)
+        for name in ("fedkeel-client:test", "python:3.11-slim-bookworm")
+    )
     bare = ["docker", "run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "fedkeel-client:test"]
     assert "--approve" in shell(*bare, "python", "-m", "client", "join", "--help").stdout
     code = "import client.app, client.node.resident, sys; print('ray' in sys.modules, 'pandas' in sys.modules)"
     assert shell(*bare, "python", "-c", code).stdout.split() == ["False", "False"]
-    assert size < 1.3e9, f"{size / 1e9:.2f} GB"
+    assert size - base + 0.13e9 < 1.3e9, f"{size / 1e9:.2f} GB on a base of {base / 1e9:.2f} GB"
