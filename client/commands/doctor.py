@@ -134,6 +134,8 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
+    from common.deploy.kit import authorities
+
     whose = f"the authority in {ca}" if ca else "an authority that this system knows"
     certificate = x509.load_der_x509_certificate(der)
     print_ = certificate.fingerprint(SHA256()).hex(":")[:23]
@@ -153,6 +155,8 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
         yield Check("authority", False, detail, advice)
     elif not fault:
         yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")
+        for held in authorities(ca.read_bytes(), f"--ca {ca}") if ca else ():
+            yield Check("authority", True, f"trusted: {held.fingerprint} ({held.subject}, until {held.until})")
     yield lasting
     names = ", ".join(probe.names_of(certificate)) or "nothing"
     if probe.covers(certificate, host):
