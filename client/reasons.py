@@ -38,6 +38,7 @@ CODES = {
     "arithmetic": "this site does not compute as the experiment asks; the text says what to do",
     "client-unknown": "the task has no data of a client of this name",
     "data-missing": "this experiment needs data of the site's own (--data), and it named none",
+    "data-absent": "data that the experiment or the site names are not there",
     "data-unused": "this task reads no data of a site's own, and it named some (--data)",
     "data-unreadable": "the site's data cannot be read as this experiment asks",
     "data-shape": "the site's data have another shape than this experiment's",

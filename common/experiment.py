@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import Name, OpenSection, Section, checked, tables_of, text_of
+from common.settings import Name, Opened, OpenSection, Section, checked, tables_of, text_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -42,7 +42,7 @@ class PartitionSettings(Section):
     growth: Literal["linear", "square", "exponential"] = "linear"
     min_examples: int = Field(1, ge=0, description="smallest client; a Dirichlet split is drawn until it holds")
     holdout: float = Field(0.1, ge=0, lt=1, description="share of each client's examples kept for evaluation")
-    file: str | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
+    file: Opened | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
     shift: Literal["none", "noise", "rotation", "brightness", "contrast"] = Field(
         "none", description="feature shift from client to client, with any kind of split; see common/partition/shift.py"
     )
@@ -222,7 +222,7 @@ class SpeedSettings(Section):
     speeds: list[Annotated[float, Field(gt=0)]] = Field(
         [], description="profile: local steps a second; each client gets one of them by the seed"
     )
-    file: str | None = Field(None, description="profile: CSV with the columns client,speed instead")
+    file: Opened | None = Field(None, description="profile: CSV with the columns client,speed instead")
     jitter: float = Field(0.0, ge=0, description="profile: deviation of a speed's logarithm from round to round")
     deadline_s: float | None = Field(None, gt=0, description="profile: simulated seconds of local work in a round")
     late: Literal["partial", "drop"] = Field("partial", description="who is not done sends what there is, or nothing")
@@ -246,7 +246,7 @@ class PresenceSettings(Section):
         0.5, gt=0, le=1, description="bernoulli: of each client in each round; diurnal: part of its day"
     )
     period: int = Field(24, ge=1, description="diurnal: rounds in a day, which begins at another time for each client")
-    file: str | None = Field(None, description="trace: CSV with the columns client,first,last (rounds)")
+    file: Opened | None = Field(None, description="trace: CSV with the columns client,first,last (rounds)")
 
     @model_validator(mode="after")
     def _coherent(self) -> PresenceSettings:

@@ -41,6 +41,15 @@ Name = Annotated[str, AfterValidator(_named)]
 """A field that holds the name of an experiment or a plan."""
 
 
+class _Opened:
+    """Marks what `Opened` annotates."""
+
+
+Opened = Annotated[str, _Opened()]
+"""A field that names a file, a folder or something to fetch: `common.data.places` and `common.data.grant` say whether
+it may be, and a test sees that they are asked. Every other field of text is but text."""
+
+
 class Section(BaseModel):
     """A table of the experiment file: unknown keys are errors, types are taken as written, numbers are finite, values
     never change."""

@@ -22,7 +22,7 @@ from common.data.mosaic import read_mosaics
 from common.data.raw import Raw
 from common.errors import SettingsError, SiteError
 from common.seeds import derive
-from common.settings import Section
+from common.settings import Opened, Section
 
 # What an array may be called; the first name that a file has is taken, unless the settings name one.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 class SourceSettings(Section):
     """Where labelled images or vectors come from and how they are read: the part of `[task]` that readers know."""
 
-    file: str | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
+    file: Opened | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
     inputs: str | None = Field(None, description="array or column of the training inputs; default: the first of KEYS")
     labels: str | None = Field(None, description="array or column of the training labels")
     groups: str | None = Field(None, description="array or column of the training examples' group ids")

@@ -20,7 +20,7 @@ from common.data.labels import numbered
 from common.data.originals import Fetch, emnist, hub, mnist, torchvision
 from common.data.raw import Raw
 from common.data.sources import read_pooled
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 
 log = logging.getLogger("common.tasks")
 
@@ -159,7 +159,7 @@ def load(name: str, variant: str, settings: SourceSettings) -> tuple[Raw, str]:
         if fetchable and settings.download:
             granted().download(name, f"task.download = true of {name!r}", own=True)
             return _download(name, variant)
-        raise SettingsError(_absent(name, variant, [*map(str, places), str(held)], data))
+        raise SiteError("data-absent", _absent(name, variant, [*map(str, places), str(held)], data))
 
     if not held.is_file() and (root is None and not (fetchable and settings.download)):
         make()  # what nobody can give needs no lock

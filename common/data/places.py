@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from common.data.grant import granted
-from common.errors import SettingsError
+from common.errors import SiteError
 
 
 def find(file: str, what: str, folders: bool = False) -> Path:
@@ -36,4 +36,4 @@ def _found(places: list[str], file: str, what: str, folders: bool) -> Path:
     looked = " and ".join(os.path.abspath(place) for place in places)
     hint = "" if "FEDKEEL_DATA" in os.environ else "; FEDKEEL_DATA names no other folder"
     kind = "file or folder" if folders else "file"
-    raise SettingsError(f"{what} = {file!r}: no such {kind}; looked for {looked}{hint}")
+    raise SiteError("data-absent", f"{what} = {file!r}: no such {kind}; looked for {looked}{hint}")

@@ -17,7 +17,7 @@ from common.data.grant import granted
 from common.data.hub import reachable
 from common.data.tokens import Encoder, pretrained, utf8, words
 from common.errors import SettingsError
-from common.settings import Section, shown
+from common.settings import Opened, Section, shown
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -38,7 +38,7 @@ class ModelSettings(Section):
     layers: int | None = Field(None, ge=1, description="of lstm and gpt2; default 1, 12")
     heads: int | None = Field(None, ge=1, description="of gpt2; default 12")
     dropout: float | None = Field(None, ge=0, lt=1, description="default 0, of gpt2 0.1")
-    pretrained: str = Field(
+    pretrained: Opened = Field(
         "", description="gpt2: a name on the hub or a folder; else random weights and bytes as tokens"
     )
     lora_rank: int = Field(0, ge=0, description="> 0: train adapters of that rank and the output layer alone")

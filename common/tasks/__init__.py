@@ -5,7 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from common.data.grant import granted
-from common.errors import Denied, ExperimentError, SettingsError, not_one_of
+from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
 from common.tasks.base import Task
 
@@ -62,7 +62,7 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
         raise SettingsError(f"{what} is not a function but {type(function).__name__}: {function!r}")
     try:
         task = function(settings.options, partition, seed)
-    except (Denied, ExperimentError):
+    except Sayable:
         raise
     except Exception as error:
         raise SettingsError(f"{what} with {settings.options} failed: {_cause(error)}") from error

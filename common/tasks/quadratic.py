@@ -21,7 +21,7 @@ from common.data.examples import ClientData, Examples
 from common.data.places import find
 from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
-from common.settings import Section, checked
+from common.settings import Opened, Section, checked
 from common.tasks.base import Task
 from common.tasks.classification import DTYPES
 
@@ -32,7 +32,7 @@ KEYS = {"centers": "nd", "curvatures": "nd", "steps": "n", "examples": "n", "sta
 class QuadraticSettings(Section):
     """`[task] name = "quadratic"`."""
 
-    file: str
+    file: Opened
     dtype: Literal["float32", "float64"] = "float32"
 
 

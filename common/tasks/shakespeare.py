@@ -23,7 +23,7 @@ from common.models.texts import recurrent
 from common.partition.assignment import Assignment, assignment_of
 from common.partition.make import make_assignment
 from common.partition.shift import check_shift
-from common.settings import Section, checked
+from common.settings import Opened, Section, checked
 from common.tasks.classification import Classification
 
 CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"), test=())
@@ -32,7 +32,7 @@ CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"),
 class ShakespeareSettings(Section):
     """`[task] name = "shakespeare"`."""
 
-    file: str | None = Field(None, description="of roles; default: shakespeare/ in FEDKEEL_DATA, else a download")
+    file: Opened | None = Field(None, description="of roles; default: shakespeare/ in FEDKEEL_DATA, else a download")
     length: int = Field(80, ge=1, description="characters that the model sees")
     predict: Literal["last", "all"] = Field(
         "last", description="the character after them (LEAF), or after each of them"

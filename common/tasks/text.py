@@ -22,7 +22,7 @@ from common.data.tokens import Encoder
 from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
 from common.models.texts import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
-from common.settings import checked
+from common.settings import Opened, checked
 from common.tasks.classification import Classification
 
 TEXTS = ("text", "sentence", "content")
@@ -42,8 +42,8 @@ class CorpusSettings(ModelSettings):
 class TextSettings(CorpusSettings):
     """`[task] name = "text"`."""
 
-    file: str | None = Field(None, description="table or folder of tables; as it is, else in FEDKEEL_DATA")
-    test_file: str | None = Field(None, description="of the central test set; default: a part of `file`'s folder")
+    file: Opened | None = Field(None, description="table or folder of tables; as it is, else in FEDKEEL_DATA")
+    test_file: Opened | None = Field(None, description="of the central test set; default: a part of `file`'s folder")
     text: str | None = Field(None, description=f"column; default: the first of {', '.join(TEXTS)}")
     pair: str | None = Field(None, description="column of a second text, read after the first")
     label: str | None = Field(None, description=f"column; default: the first of {', '.join(LABELS)}")
