@@ -193,9 +193,9 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
         advice += "; or a proxy or firewall here looks into TLS with a certificate of its own: have it let this pass"
         yield Check("authority", False, detail, advice)
     elif not fault:
-        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")
-        for held in authorities(ca.read_bytes(), f"--ca {ca}") if ca else ():
-            yield Check("authority", True, f"trusted: {held.fingerprint} ({held.subject}, until {held.until})")
+        held = authorities(ca.read_bytes(), f"--ca {ca}") if ca else []
+        trusted = "".join(f"; trusted: {each.fingerprint} ({each.subject}, until {each.until})" for each in held)
+        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}{trusted}")
     yield lasting
     names = ", ".join(probe.names_of(certificate)) or "nothing"
     if probe.covers(certificate, host):

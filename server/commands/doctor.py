@@ -216,8 +216,7 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
         x509.load_pem_x509_certificate(path.read_bytes()) for path in (files.certificate, files.ca)
     )
     yield from _fits(files)
-    for held in authorities(files.trust.read_bytes(), str(files.trust)):
-        yield Check("authority", True, f"sites are to trust: {held.fingerprint} ({held.subject}, until {held.until})")
+    trusted = authorities(files.trust.read_bytes(), str(files.trust))
     renew = f"move server.pem and server.key of {folder} away and run `python -m server certs --out {folder}` again"
     yield _belongs(files.key, certificate, renew)
     yield from private("tls key", files.key)
@@ -226,7 +225,9 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
     yield from lasting
     if all(check.ok is not False for check in lasting):
         fault = probe.shakes_hands(files.certificate, files.key, files.ca)
-        yield Check("tls", not fault, fault or f"a client that trusts {files.ca} accepts the server", renew)
+        told = "; ".join(f"{held.fingerprint} ({held.subject}, until {held.until})" for held in trusted)
+        well = f"a client that trusts {files.ca} accepts the server; authorities of sites: {told}"
+        yield Check("tls", not fault, fault or well, renew)
     names = probe.names_of(certificate)
     missing = [name for name in dict.fromkeys(typed) if not probe.covers(certificate, name)]
     if missing:
