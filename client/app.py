@@ -100,6 +100,7 @@ def statistics(message: Message, context: Context) -> Message:
 def _statistics(head: StatisticsHead, context: Context, stage: list[str]) -> StatisticsReply:
     from client.statistics import answer, of_examples, of_file  # readers of tables: memory that few sites ever need
 
+    check_approval(context, head.experiment, "statistics")
     session, policy = Session.of(head.experiment, context), policy_of(context)
     stage[0] = "data"
     names, file = hosted(context, session.task), str(context.node_config.get("data", ""))

@@ -166,7 +166,7 @@ def _audit(path: Path, key: str, entry: Entry) -> None:
 
     log = audit.AuditLog(path.with_name(audit.NAME))
     log.try_record(
-        f"run {entry.state}",
+        entry.state,
         run=entry.runs[-1] if entry.runs else entry.name,
         experiment_sha256=key,
         rounds=entry.rounds,
