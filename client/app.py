@@ -98,13 +98,19 @@ def statistics(message: Message, context: Context) -> Message:
 
 
 def _statistics(head: StatisticsHead, context: Context, stage: list[str]) -> StatisticsReply:
-    from client.statistics import answer, of_examples, of_file  # readers of tables: memory that few sites ever need
+    from client.statistics import (  # readers of tables: memory that few sites ever need
+        answer,
+        check_allowed,
+        of_examples,
+        of_file,
+    )
 
+    policy, own, told = policy_of(context), trusts(context), []
+    check_allowed(policy, own)  # before anything is read: what is denied says nothing of the data
     check_approval(context, head.experiment, "statistics")
-    session, policy = Session.of(head.experiment, context), policy_of(context)
+    session = Session.of(head.experiment, context)
     stage[0] = "data"
     names, file = hosted(context, session.task), str(context.node_config.get("data", ""))
-    own, told = "name" not in context.node_config, []
     for name in names:
         found = of_file(Path(file), session.experiment.task.options.get("labels")) if file else None
         if found is None:

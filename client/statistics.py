@@ -52,11 +52,16 @@ class Column:
         return int((known if known.ndim == 1 else known.any(axis=1)).sum())
 
 
+def check_allowed(policy: Policy, own: bool) -> None:
+    """Raise Denied if the policy does not allow statistics. `own`: as of `answer`."""
+    if not (policy.statistics if policy.statistics is not None else own):
+        raise Denied("statistics-denied", "the site's policy does not allow statistics: statistics = true")
+
+
 def answer(head: StatisticsHead, columns: Mapping[str, Column], examples: int, policy: Policy, own: bool) -> str:
     """A site's answer, as JSON of `SiteSums`. `own`: asked in a process of the user's own, where no policy hides what
     lies there anyway. Raises Denied if the policy does not allow statistics."""
-    if not (policy.statistics if policy.statistics is not None else own):
-        raise Denied("statistics-denied", "the site's policy does not allow statistics: statistics = true")
+    check_allowed(policy, own)
     if not own:
         _answered["all"] += 1
         if _answered["all"] > MOST_ANSWERS:

@@ -164,10 +164,8 @@ def _audit(path: Path, key: str, entry: Entry) -> None:
     """A line in the site's audit log, which lies beside the approvals."""
     from common.deploy import audit
 
-    log = audit.AuditLog(path.with_name(audit.NAME))
-    log.try_record(
-        entry.state,
-        run=entry.runs[-1] if entry.runs else entry.name,
-        experiment_sha256=key,
-        rounds=entry.rounds,
-    )
+    about = {"run": entry.runs[-1] if entry.runs else entry.name, "experiment_sha256": key, "rounds": entry.rounds}
+    try:
+        audit.AuditLog(path.with_name(audit.NAME)).record(entry.state, **about)
+    except (OSError, SettingsError) as error:  # the word itself counts all the same
+        typer.echo(f"warning: the audit log could not be written: {error}", err=True)

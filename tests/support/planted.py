@@ -33,6 +33,7 @@ from common.tasks.base import Task
 from server.engines.inprocess import InProcessGrid, stamp
 from strategies.protocol import wire
 from strategies.protocol.messages import HEAD, RollHead, RollReply, TrainHead, content_of, read_head, write_head
+from strategies.protocol.sums import StatisticsHead
 
 CORE = "q7Zk{}Xw93Lp"
 KINDS = ("Env", "Home", "Folder", "Header", "Cell", "Array", "Json", "Toml", "Text", "Data", "Class", "Cwd", "Own")
@@ -107,7 +108,8 @@ class Planted:
         return reply, read_head(RollReply, reply.content)
 
     def answers(self, experiment: str, **changes: Any) -> list[Message]:
-        """To a roll call, a TRAIN and an EVALUATE message of an experiment (JSON or not)."""
+        """To a roll call, a TRAIN and an EVALUATE message of an experiment (JSON or not), and a question of statistics,
+        which no policy here allows."""
         rolled, roll = self.roll(experiment)
         held = session._sessions.get(torch.device("cpu"))
         state = {"model": held.model.vector.clone()} if held is not None else {}
@@ -115,7 +117,9 @@ class Planted:
         values = {"layout": roll.layout or "0" * 16, "client": str(self.config["name"]), "run": "run", **changes}
         head = TrainHead(experiment, generation=1, round=1, accepted=0, keep=[], share=0.5, lr=0.1, **values)
         content = content_of(head, wire.to_records(state), wire.to_records(buffers), {})
-        return [rolled, self.answer(MessageType.TRAIN, content), self.answer(MessageType.EVALUATE, content)]
+        question = RecordDict({HEAD: write_head(StatisticsHead(experiment, "totals"))})
+        kinds = ((MessageType.TRAIN, content), (MessageType.EVALUATE, content), ("query.statistics", question))
+        return [rolled, *(self.answer(kind, given) for kind, given in kinds)]
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
