@@ -39,7 +39,7 @@ ADVICE = {
     "data-labels": "number or name the labels as the experiment does (task.classes)",
     "client-unknown": "join under a name that the experiment knows, or give --data",
     "steps-denied": "raise max_steps of the policy, or ask for fewer local steps",
-    "arithmetic": "start join and doctor with --portable",
+    "arithmetic": "start join with --portable, and doctor with FEDKEEL_PORTABLE=1 in its environment",
 }
 
 
