@@ -51,6 +51,9 @@ class Link:
         self.runs: list[threading.Thread] = []
         self.killed = threading.Event()
 
+    def absent(self) -> str:
+        return ""
+
     def submit(self, project: Path, config: dict[str, Any]) -> int:
         thread = threading.Thread(target=self._app, args=(config,))
         self.runs.append(thread)
