@@ -13,6 +13,7 @@ from client.session import policy_of
 from common.data.grant import granted
 from common.deploy import audit
 from common.errors import Denied, SettingsError
+from common.experiment import Experiment
 from strategies.protocol.messages import DENIED, WAITING, Undecided
 
 log = logging.getLogger("client.approval")
@@ -54,8 +55,7 @@ def check_approval(context: Context, text: str, run: str, round: int = 0) -> Non
             _tell(client, key, entry.state, f"{client}: {entry.name} ({key[:12]}) is {entry.state}: it is not taken")
             raise NotApproved(DENIED, client)
         if mode != ASK:
-            if approvals.ask(key, experiment, run, mode):
-                _audit(context, "admitted", key, run)
+            _note(context, approvals, key, experiment, run, mode)
         elif not _approved(entry, experiment.rounds, round):
             if approvals.ask(key, experiment, run):
                 _audit(context, "waiting", key, run)
@@ -76,6 +76,17 @@ def _approved(entry: Entry | None, rounds: int, round: int) -> bool:
 @lru_cache(maxsize=64)
 def _opened(file: str) -> Approvals:
     return Approvals(file)
+
+
+def _note(context: Context, approvals: Approvals, key: str, experiment: Experiment, run: str, mode: str) -> None:
+    """Remember what was taken unasked. A folder that cannot be written costs the note, not the run."""
+    try:
+        if approvals.ask(key, experiment, run, mode):
+            _audit(context, "admitted", key, run)
+    except SettingsError as error:
+        _tell(
+            str(context.node_config.get("name", "?")), key, "unwritten", f"{error}: this run can only be denied later"
+        )
 
 
 def _audit(context: Context, what: str, key: str, run: str) -> None:

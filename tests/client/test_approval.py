@@ -131,6 +131,20 @@ def test_where_nobody_is_asked_runs_are_taken_and_noted(tmp_path: Path, mode: st
     assert here.train(2).head.status == "ok"
 
 
+@pytest.mark.parametrize("mode", ["ask", "policy"])
+def test_a_file_that_cannot_be_written(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only folder, a full disk: what nobody is asked about goes on as ever, what needs a word does not."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Approvals, "_write", full)
+    reply = site(tmp_path, toy("scaffold"), approve=mode).train()
+    assert (reply.head.status == "ok") is (mode == "policy")
+    if mode == "ask":
+        assert "approvals-unusable" in reply.head.reason
+
+
 def test_without_the_setting_nothing_is_asked_or_written(tmp_path: Path) -> None:
     """In process, under VCE and in a stock SuperNode."""
     assert Site(tmp_path / "2", toy("scaffold")).train().head.status == "ok"
