@@ -131,7 +131,8 @@ def run(
         except Stopped:
             record = (folder.history() or [{}])[-1]
             told(f"stopped after round {record.get('round', 0)}; go on with --resume")
-            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0)
+            by = {"by": by} if (by := folder.stop.by()) else {}
+            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0, **by)
             return record
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from common.deploy import logs
 from common.deploy.logs import LogFormat
 from common.deploy.options import finite
 from common.errors import RunError, SettingsError
+from common.settings import text_of
 from server.rounds.stopping import Stopped
+
+TOKEN = "FEDKEEL_TOKEN"
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
@@ -47,6 +51,14 @@ NodesFile = Annotated[
 State = Annotated[
     Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
 ]
+UsersFile = Annotated[
+    Path | None,
+    typer.Option("--users", dir_okay=False, help="The control port is for these; see `python -m server users`."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Who you are for a SuperLink with --users. Default: FEDKEEL_TOKEN."),
+]
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
 ]
@@ -74,6 +86,14 @@ Cohort = Annotated[
         help="Train a round's clients as one batched model, all or N at once. Outside the promise of equal bits.",
     ),
 ]
+
+
+def token_of(file: Path | None) -> str:
+    """The token of whoever types this command: of a file, else of the environment; never of the command line, which
+    every user of the machine can read."""
+    if file is None:
+        return os.environ.get(TOKEN, "").strip()
+    return text_of(file, "token file").strip()
 
 
 @contextmanager

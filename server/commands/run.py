@@ -35,7 +35,10 @@ from server.commands.options import (
     RunDir,
     Seed,
     State,
+    TokenFile,
+    UsersFile,
     errors,
+    token_of,
 )
 from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
@@ -146,6 +149,7 @@ def run(
     ca: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
     ] = None,
+    token_file: TokenFile = None,
     host: Host = LOOPBACK,
     fleet_port: FleetPort = 9092,
     control_host: ControlHost = LOOPBACK,
@@ -154,6 +158,7 @@ def run(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     log_format: Format = LogFormat.text,
@@ -172,8 +177,8 @@ def run(
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
-        control = federation.running_link(superlink, ca, options) if superlink else None
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
             if control is not None:
@@ -192,8 +197,10 @@ def superlink(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs of the queue that go on side by side.")] = 1,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -203,9 +210,9 @@ def superlink(
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
         with endpoint(metrics, lambda: (service.healthy(options), {})):
-            service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once)
 
 
 def _open(

@@ -131,7 +131,9 @@ def _attached(
         else:
             claim = stack.enter_context(folder.claimed(resume))
             submitted(control, experiment, folder, display, resume, stop, _nothing, False, claim)
-        if stop() is None and folder.status().get("status") == "stopped":
+        if stop() is None and folder.status().get("by"):
+            display.say(f"stopped by {folder.status()['by']}")  # on purpose: no supervisor is to begin it again
+        elif stop() is None and folder.status().get("status") == "stopped":
             # A supervisor that restarts this command after failures then goes on with the run.
             raise RunError("the run was stopped with its SuperLink; go on with --resume")
 
@@ -140,14 +142,16 @@ def _nothing() -> None:
     return None
 
 
-def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control:
+def running_link(address: str, ca: Path | None, options: LinkOptions, token: str = "") -> Control:
     """The SuperLink at a control address. Raises SettingsError for options that are another one's affair, and for an
     address on another machine that would be spoken to in plain text."""
     parsed = parse_address(address)
     if parsed is None or not parsed[0] or parsed[1] < 1:
         raise SettingsError(f"--superlink: {address!r} is not HOST:PORT, such as 127.0.0.1:8000")
-    if options.certificates or options.nodes or options.state:
-        raise SettingsError("--superlink: --certs, --nodes and --state are for the command that started that SuperLink")
+    if options.certificates or options.nodes or options.state or options.users:
+        raise SettingsError(
+            "--superlink: --certs, --nodes, --users and --state are for the command that started that SuperLink"
+        )
     if ca and options.insecure:
         raise SettingsError("--ca and --insecure contradict each other")
     if not (ca or options.insecure or is_loopback(parsed[0])):
@@ -155,7 +159,7 @@ def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control
             f"--superlink: {address} is another machine and nothing would be encrypted: pass its ca.pem as --ca, or "
             "type --insecure if that is what you want"
         )
-    return Control(address, ca)
+    return Control(address, ca, token)
 
 
 def submitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -19,10 +20,11 @@ from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
 from server.deploy import waiting
-from server.deploy.certs import Certificates
+from server.deploy.certs import Certificates, fits
 from server.deploy.control import Control
 from server.deploy.processes import Family, held_ports
 from server.deploy.processes import stop as stop_families
+from server.deploy.users import read as read_users
 from server.rounds.stopping import Stop, heed
 
 
@@ -32,7 +34,8 @@ class LinkOptions:
 
     `host`: for clients, over gRPC; `control_host`: for submitting runs, which is running code: not for the world.
     `certificates`: folder of `python -m server certs`; TLS on both legs. `nodes`: only sites of this file may join.
-    `state`: folder for Flower's database and home; without it both end with the process. None as a port: a free one.
+    `users`: the control port is for those of this file. `state`: folder for Flower's database and home, the queue and
+    the audit log; without it they end with the process. None as a port: a free one.
     """
 
     host: str = LOOPBACK
@@ -43,19 +46,22 @@ class LinkOptions:
     insecure: bool = False
     nodes: Path | None = None
     state: Path | None = None
+    users: Path | None = None
 
     def check(self) -> None:
         """Raise SettingsError for options that cannot work or would leave a connection open to all."""
         if self.certificates and self.insecure:
             raise SettingsError("--certs and --insecure contradict each other")
         if self.certificates:
-            Certificates(self.certificates).require()
+            fits(Certificates(self.certificates).require())
         for option, host in (("--host", self.host), ("--control-host", self.control_host)):
             if not (self.certificates or self.insecure or is_loopback(host)):
                 raise SettingsError(
                     f"{option} {host} is open to other machines and nothing would be encrypted: make certificates "
                     "with `python -m server certs` and pass --certs, or type --insecure if that is what you want"
                 )
+        if self.users:
+            read_users(self.users)
         if self.nodes:
             if not self.certificates:
                 raise SettingsError("--nodes needs --certs: Flower checks node keys over TLS only")
@@ -97,6 +103,9 @@ class SuperLink:
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._stack = ExitStack()
+        self._token = secrets.token_urlsafe(32) if self.options.users else ""
+        self.books = Path()
+        """Where the queue, the audit log and who owns which run lie, once entered."""
 
     @property
     def fleet_port(self) -> int:
@@ -117,7 +126,7 @@ class SuperLink:
     def control(self) -> Control:
         """Where runs are submitted, from this machine."""
         certificates = self.options.certificates
-        return Control(self.control_address, Certificates(certificates).ca if certificates else None)
+        return Control(self.control_address, Certificates(certificates).ca if certificates else None, self._token)
 
     @property
     def control_address(self) -> str:
@@ -135,7 +144,11 @@ class SuperLink:
                 raise RunError(f"port {port} of {reachable(host)} is in use; is another server running?")
         with ExitStack() as stack:
             home = self._home(stack)
-            self.family = Family(self._command(), _server_environment(home, self.knocks), self.log)
+            self.books = self.options.state.resolve() if self.options.state else home
+            about = {"FEDKEEL_BOOKS": str(self.books)}
+            if self.options.users:
+                about |= {"FEDKEEL_USERS": str(self.options.users.resolve()), "FEDKEEL_OWN_TOKEN": self._token}
+            self.family = Family(self._command(), _server_environment(home, self.knocks) | about, self.log)
             stack.callback(stop_families, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()

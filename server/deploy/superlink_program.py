@@ -21,6 +21,7 @@ from flwr.supercore.logger import update_console_handler
 
 from common.deploy.keys import fingerprint
 from common.flower import MOST_CALL_BYTES, keepalive
+from server.deploy import front
 from server.deploy.waiting import VARIABLE, Knocks
 
 log = logging.getLogger("flwr")
@@ -42,6 +43,7 @@ def main() -> None:
     update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
     program: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     program.GRPC_MAX_MESSAGE_LENGTH = MOST_CALL_BYTES
+    front.install(program)
     _keep_alive()
     for each in ("flwr", "grpc._server", "uvicorn.error"):
         logging.getLogger(each).addFilter(_Passing())

@@ -79,19 +79,24 @@ class RunFolder:
         A run can begin long after it was submitted. By then the command may have been told to stop, or another one may
         have resumed the run: the claim tells who is late.
         """
-        claim, new = uuid.uuid4().hex, not self.path.exists()
+        new = not self.path.exists()
+        try:
+            yield self.claim(resume)
+        finally:
+            if new and not self.in_use():
+                self._remove_if_empty()
+
+    def claim(self, resume: bool) -> str:
+        """As `claimed`, for one who outlives this process; the folder stays."""
+        claim = uuid.uuid4().hex
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
-        try:
-            with self.open(resume):
-                # What an earlier run left there must not be taken for the word of this one.
-                self.set_status("starting", claim=claim)
-            yield claim
-        finally:
-            if new and not self.in_use():
-                self._remove_if_empty()
+        with self.open(resume):
+            # What an earlier run left there must not be taken for the word of this one.
+            self.set_status("starting", claim=claim)
+        return claim
 
     def withdraw(self, claim: str) -> bool:
         """Give a run up that has been submitted; False if its server app has the folder open: then it must be asked."""

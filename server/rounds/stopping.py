@@ -103,10 +103,11 @@ class StopFile:
         self._path = folder / "stop"
         self._until: float | None = None
 
-    def ask(self, grace_s: float) -> None:
-        """Ask the run that uses this folder to stop, or that is about to."""
+    def ask(self, grace_s: float, by: str = "") -> None:
+        """Ask the run that uses this folder to stop, or that is about to. `by`: who asks, where it is not the command
+        that looks after the run."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, f"{grace_s:g}".encode())
+        write_atomically(self._path, f"{grace_s:g}\n{by}".rstrip().encode())
 
     def clear(self) -> None:
         """Take an old request back."""
@@ -115,8 +116,14 @@ class StopFile:
     def __call__(self) -> float | None:
         if self._until is None:
             with suppress(OSError, ValueError):
-                self._until = time.monotonic() + float(self._path.read_text() or GRACE_S)
+                self._until = time.monotonic() + float(self._path.read_text().partition("\n")[0] or GRACE_S)
         return self._until
+
+    def by(self) -> str:
+        """Who asked, "" if it was the run's own command or nobody."""
+        with suppress(OSError):
+            return self._path.read_text("utf-8").partition("\n")[2].strip()
+        return ""
 
 
 def earliest(*stops: Stop) -> Stop:
