@@ -20,6 +20,7 @@ from common.deploy.addresses import answers, ip_address, is_loopback, reachable
 from common.deploy.checks import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import RunError, SettingsError
 from common.flower import environment
+from server.commands.options import token_of
 
 # Imported where used: torch and Flower take seconds, and what cannot be imported is a line of its check.
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _superlink(address: str, ca: Path | None) -> Iterator[Check]:
     from server.deploy.control import Control
 
     try:
-        online = [node for node in Control(address, ca).nodes() if node.status == "online"]
+        online = [node for node in Control(address, ca, token_of()).nodes() if node.status == "online"]
     except RunError as error:
         host, _, port = address.rpartition(":")
         spoken = probe.spoken(host.strip("[]"), int(port)) if port.isdecimal() else "closed"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server.commands.options import File, Insecure, errors
+from server.commands.options import File, Insecure, errors, token_of
 from server.rounds.stopping import Stop, StopOnSignal, heed
 
 # Imported where used: torch and Flower take seconds, and `--help` needs none of them.
@@ -72,7 +72,7 @@ def _asked(
     from server.deploy.federation import running_link
     from server.deploy.superlink import LinkOptions
 
-    control = running_link(superlink, ca, LinkOptions(insecure=insecure))
+    control = running_link(superlink, ca, LinkOptions(insecure=insecure), token_of())
     run_id = control.submit(
         run_config={"experiment-toml": experiment.toml(), "statistics": sites, "statistics-far": far}
     )

@@ -707,7 +707,7 @@ def test_certificates_for_this_machine_alone(tmp_path: Path) -> None:
 
 
 def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path: Path) -> None:
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     assert certificates(folder) == WELL
     content = {name: (folder / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key")}
 
@@ -735,7 +735,7 @@ def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path
 
 def test_a_certificate_that_may_not_serve(authority: Authority) -> None:
     """What only a handshake shows: another purpose than a server's."""
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     key = serialization.load_pem_private_key((folder / "server.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.UTC)
     names = x509.SubjectAlternativeName([x509.DNSName("fl.example.org")])
