@@ -32,6 +32,7 @@ from common.tasks import TASKS
 from server.deploy.processes import Family, held_ports, stop
 from server.engines.inprocess import InProcessGrid, answer, stamp
 from server.rounds import roster, waiting
+from server.rounds.folder import RunFolder
 from strategies.protocol.messages import DENIED, HEAD, WAITING, RollHead, Undecided, outline, write_head
 from strategies.protocol.sums import StatisticsHead
 from strategies.registry import settled
@@ -507,10 +508,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_site_that_waits_is_taken_in_once_it_is_approved(tmp_path: Path) -> None:
     """The others go on; it is shown as waiting, is no failure, is never asked to train, and then is a client like any
     other. All bits are those of a run in which it joined in mid-run."""
-    grid, seen = Sites(tmp_path, NAMES, {"2": "ask"}), []
+    grid, seen, told = Sites(tmp_path, NAMES, {"2": "ask"}), [], []
 
     def show(record: dict[str, Any]) -> None:
         seen.append((record["sampled"], record.get("waiting", [])))
+        told.append(RunFolder(tmp_path / "run").status().get("waiting"))
         if len(seen) == 2:
             decide(tmp_path / "2")
         time.sleep(0.05)
@@ -520,6 +522,7 @@ def test_a_site_that_waits_is_taken_in_once_it_is_approved(tmp_path: Path) -> No
     without = sorted(set(NAMES) - {"2"})
     assert seen[:2] == [(without, ["2"])] * 2
     assert seen[-1] == (sorted(NAMES), [])
+    assert (told[1], told[-1]) == (["2"], [])  # as run.json says it
     assert all(not record["dropped"] and not record["void"] for record in result.history)
     assert sum("waits for approval at the site" in line for line in result.said) == 1
     assert not any("refused node" in line for line in result.said)
