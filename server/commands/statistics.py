@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.deploy.options import finite
 from server.commands.options import File, Insecure, errors, token_of
 from server.rounds.stopping import Stop, StopOnSignal, heed
 
@@ -30,7 +31,8 @@ def statistics(
     insecure: Insecure = False,
     sites: Annotated[int, typer.Option(min=1, help="With --superlink: wait for so many.")] = 1,
     far: Annotated[
-        float, typer.Option(min=0, help="From which distance on a site is shown as far; docs/deploy.md.")
+        float,
+        typer.Option(min=0, callback=finite, help="From which distance on a site is shown as far; docs/deploy.md."),
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Everything, as JSON.")] = None,
 ) -> None:
