@@ -107,6 +107,7 @@ def _statistics(head: StatisticsHead, context: Context, stage: list[str]) -> Sta
 
     policy, own, told = policy_of(context), trusts(context), []
     check_allowed(policy, own)  # before anything is read: what is denied says nothing of the data
+    check_approval(context, head.experiment, "statistics")
     session = Session.of(head.experiment, context)
     stage[0] = "data"
     names, file = hosted(context, session.task), str(context.node_config.get("data", ""))

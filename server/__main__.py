@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+if sys.argv[1:2] in (["run"], ["local"], ["superlink"]):
+    # Until the command listens itself, and once it has ended: told to stop, and nothing runs.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
 from common import portable
 
 portable.start()  # before anything loads torch or numpy, which read what it sets

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from pathlib import Path
 
 from flwr.app import Context
 
 from client.approval.store import Approvals, Entry, resolved
 from client.session import policy_of
 from common.data.grant import granted
+from common.deploy import audit
 from common.errors import Denied, SettingsError
+from common.experiment import Experiment
 from strategies.protocol.messages import DENIED, WAITING, Undecided
 
 log = logging.getLogger("client.approval")
@@ -52,9 +55,10 @@ def check_approval(context: Context, text: str, run: str, round: int = 0) -> Non
             _tell(client, key, entry.state, f"{client}: {entry.name} ({key[:12]}) is {entry.state}: it is not taken")
             raise NotApproved(DENIED, client)
         if mode != ASK:
-            approvals.ask(key, experiment, run, mode)
+            _note(context, approvals, key, experiment, run, mode)
         elif not _approved(entry, experiment.rounds, round):
-            approvals.ask(key, experiment, run)
+            if approvals.ask(key, experiment, run):
+                _audit(context, "waiting", key, run)
             about = f"{experiment.name} ({key[:12]}), {experiment.rounds} rounds"
             what = f"python -m client approve {key[:12]} --approvals {file}"
             _tell(client, key, f"waits {experiment.rounds}", f"{client}: {about} waits for approval: {what}")
@@ -72,6 +76,27 @@ def _approved(entry: Entry | None, rounds: int, round: int) -> bool:
 @lru_cache(maxsize=64)
 def _opened(file: str) -> Approvals:
     return Approvals(file)
+
+
+def _note(context: Context, approvals: Approvals, key: str, experiment: Experiment, run: str, mode: str) -> None:
+    """Remember what was taken unasked. A folder that cannot be written costs the note, not the run."""
+    try:
+        if approvals.ask(key, experiment, run, mode):
+            _audit(context, "admitted", key, run)
+    except SettingsError as error:
+        _tell(
+            str(context.node_config.get("name", "?")), key, "unwritten", f"{error}: this run can only be denied later"
+        )
+
+
+def _audit(context: Context, what: str, key: str, run: str) -> None:
+    """A line of the audit log beside the approvals; that it cannot be written stops no run."""
+    config = context.node_config
+    path = Path(str(config["approvals"])).with_name(audit.NAME)
+    try:
+        audit.AuditLog(path).record(what, run=run, site=str(config.get("name", "")), experiment_sha256=key)
+    except (OSError, SettingsError) as error:
+        log.error("audit log %s: %s could not be written: %s", path, what, error)
 
 
 def _tell(client: str, key: str, what: str, text: str) -> None:

@@ -143,7 +143,7 @@ def _once(shares_labels: bool | None) -> str:
     }[shares_labels]
     return (
         "when it joins: its name, numbers of training and evaluation examples and of local steps, device, versions and "
-        f"kind of processor; {labels}"
+        f"kind of processor; {labels}; sums over its data where the policy says statistics = true"
     )
 
 

@@ -173,6 +173,8 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
+    from common.deploy.kit import authorities
+
     whose = f"the authority in {ca}" if ca else "an authority that this system knows"
     certificate = x509.load_der_x509_certificate(der)
     print_ = certificate.fingerprint(SHA256()).hex(":")[:23]
@@ -191,7 +193,9 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
         advice += "; or a proxy or firewall here looks into TLS with a certificate of its own: have it let this pass"
         yield Check("authority", False, detail, advice)
     elif not fault:
-        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")
+        held = authorities(ca.read_bytes(), f"--ca {ca}") if ca else []
+        trusted = "".join(f"; trusted: {each.fingerprint} ({each.subject}, until {each.until})" for each in held)
+        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}{trusted}")
     yield lasting
     names = ", ".join(probe.names_of(certificate)) or "nothing"
     if probe.covers(certificate, host):

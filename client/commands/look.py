@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from common.deploy.checks import Check
 from common.errors import Sayable, SettingsError, SiteError
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
     from client.session import Session
     from common.data.examples import ClientData
+    from common.experiment import Experiment
 
 LOOK_S = 120.0
 """For all of it, data included; the rest is then not awaited."""
+
+MARK = "doctor: "
 
 ADVICE = {
     "task-denied": "review that code, install it here, and allow it: --allow-task, or `tasks` of the policy",
@@ -39,7 +43,7 @@ ADVICE = {
     "data-labels": "number or name the labels as the experiment does (task.classes)",
     "client-unknown": "join under a name that the experiment knows, or give --data",
     "steps-denied": "raise max_steps of the policy, or ask for fewer local steps",
-    "arithmetic": "start join and doctor with --portable",
+    "arithmetic": "start join with --portable, and doctor with FEDKEEL_PORTABLE=1 in its environment",
 }
 
 
@@ -81,6 +85,8 @@ def looked(look: Look, limit_s: float = LOOK_S) -> Iterator[Check]:
             while not ended:
                 line = lines.get(timeout=max(0.0, until - time.monotonic()))
                 if line is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(5)
                     break
                 word = json.loads(line)
                 ended = word == "done"
@@ -102,11 +108,11 @@ def looked(look: Look, limit_s: float = LOOK_S) -> Iterator[Check]:
         yield Check("experiment", False, f"the process that looked ended after {last}: {why}", advice)
 
 
-def _pass_on(stream: object, put: object) -> None:
-    for line in stream:  # type: ignore[attr-defined]
-        if line.startswith(("[", '"done"')):  # a task may print
-            put(line)  # type: ignore[operator]
-    put(None)  # type: ignore[operator]
+def _pass_on(stream: IO[str] | None, put: Callable[[str | None], object]) -> None:
+    for line in stream or ():
+        if line.startswith(MARK):  # a task may print
+            put(line.removeprefix(MARK))
+    put(None)
 
 
 # --- in the process of its own
@@ -150,14 +156,12 @@ def checks(look: Look) -> Iterator[Check]:
         yield Check(stage[0], False, f"{type(error).__name__}: {error}", advice)
 
 
-def _asked(context: Context, experiment: object) -> Iterator[Check]:
+def _asked(context: Context, experiment: Experiment) -> Iterator[Check]:
     """Whether the policy lets it pass, and what of a person's word."""
     from client.approval.store import Approvals, key_of
     from client.approval.words import described
     from client.session import grant_of, policy_of, shares_labels
-    from common.experiment import Experiment
 
-    assert isinstance(experiment, Experiment)
     policy_of(context).check(experiment, grant_of(context))
     yield Check(
         "allowed", True, "the policy" if context.node_config["policy"] else "the defaults of a site let it pass"
@@ -183,12 +187,10 @@ def _asked(context: Context, experiment: object) -> Iterator[Check]:
         yield Check("approval", None, f"{key[:12]} is not known here as yet; it will wait for approval", advice)
 
 
-def _built(context: Context, experiment: object, stage: list[str]) -> Iterator[Check]:
+def _built(context: Context, experiment: Experiment, stage: list[str]) -> Iterator[Check]:
     """Task, model, data as the task reads them, and one batch."""
     from client.session import Session, policy_of, shares_labels
-    from common.experiment import Experiment
 
-    assert isinstance(experiment, Experiment)
     stage[0] = "task"
     session = Session.of(experiment.json(), context)
     size, config = session.model.vector.numel(), context.node_config
@@ -283,7 +285,7 @@ def _batch(session: Session, data: ClientData, steps: int, most_s: float | None)
 
 
 def main(settings: str) -> None:
-    """Write the checks as JSON lines, then "done"."""
+    """Write the checks as marked lines of JSON, then "done"."""
     values = json.loads(settings)
     look = Look(**{**values, "allow_tasks": tuple(values["allow_tasks"])})
     from client.policy import Policy
@@ -293,8 +295,8 @@ def main(settings: str) -> None:
     if look.policy:
         Policy.load(look.policy).bound_memory()
     for check in checks(look):
-        print(json.dumps([check.name, check.ok, check.detail, check.advice]), flush=True)
-    print('"done"', flush=True)
+        print(MARK + json.dumps([check.name, check.ok, check.detail, check.advice]), flush=True)
+    print(f'{MARK}"done"', flush=True)
 
 
 def paths(look: Look) -> Look:

@@ -164,10 +164,9 @@ def _audit(path: Path, key: str, entry: Entry) -> None:
     """A line in the site's audit log, which lies beside the approvals."""
     from common.deploy import audit
 
-    log = audit.AuditLog(path.with_name(audit.NAME))
-    log.try_record(
-        f"run {entry.state}",
-        run=entry.runs[-1] if entry.runs else entry.name,
-        experiment_sha256=key,
-        rounds=entry.rounds,
-    )
+    run = entry.runs[-1] if entry.runs else entry.name
+    try:
+        log = audit.AuditLog(path.with_name(audit.NAME))
+        log.record(entry.state, run=run, experiment_sha256=key, rounds=entry.rounds)
+    except (OSError, SettingsError) as error:  # the word itself counts all the same
+        typer.echo(f"warning: the audit log could not be written: {error}", err=True)

@@ -35,7 +35,7 @@ class ModelSettings(Section):
     length: int = Field(128, ge=1, description="tokens of a text; what is longer is cut")
     vocabulary: int | None = Field(None, ge=1, description="bag, lstm: buckets that words are hashed into")
     width: int | None = Field(None, ge=1, description="of embeddings and states; default 32 (bag), 128 (lstm), 768")
-    layers: int | None = Field(None, ge=1, description="of lstm and gpt2; default 1, 12")
+    layers: int | None = Field(None, ge=1, le=1000, description="of lstm and gpt2; default 1, 12")
     heads: int | None = Field(None, ge=1, description="of gpt2; default 12")
     dropout: float | None = Field(None, ge=0, lt=1, description="default 0, of gpt2 0.1")
     pretrained: Opened = Field(

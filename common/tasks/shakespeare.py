@@ -40,7 +40,7 @@ class ShakespeareSettings(Section):
     stride: int | None = Field(None, ge=1, description="characters between windows; default: 1, or `length` for all")
     min_samples: int = Field(10, ge=1, description="roles with fewer windows are left out")
     width: int = Field(256, ge=1, description="units of each LSTM layer; 64 suits two cores")
-    layers: int = Field(2, ge=1)
+    layers: int = Field(2, ge=1, le=1000)
     embedding: int = Field(8, ge=1)
 
 

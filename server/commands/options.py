@@ -91,7 +91,7 @@ Cohort = Annotated[
 ]
 
 
-def token_of(file: Path | None) -> str:
+def token_of(file: Path | None = None) -> str:
     """The token of whoever types this command: of a file, else of the environment; never of the command line, which
     every user of the machine can read."""
     if file is None:

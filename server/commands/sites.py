@@ -49,11 +49,15 @@ def kit(
     file: SiteFile = NODES,
     audit: Audit = None,
 ) -> None:
-    """Make one archive with all that a site needs but its key and data. Nothing in it is secret."""
+    """Make one archive with all that a site needs but its key and data. Nothing in it is secret. The nodes file is made
+    too, empty, if there is none: a server can start with it."""
     with errors():
-        from server.deploy import kits
+        from server.deploy import kits, nodes
 
         made = kits.make(kits.Order(name, server, certs, ca), out or Path(f"{name}.zip"), datetime.date.today())
+        if not file.exists():
+            nodes.write(file, {})
+            typer.echo(f"{file}: the sites that may join, none yet")
         note(audit, file, "kit made", name, made.manifest.authorities[0], server=server)
         typer.echo(f"{out or Path(f'{name}.zip')}: for {name}; there: python -m client join {name}.zip --data PATH")
         typer.echo("over the phone, read out the authority's fingerprint; both sides must have the same:")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server.commands.options import File, Insecure, errors
+from common.deploy.options import finite
+from server.commands.options import File, Insecure, errors, token_of
 from server.rounds.stopping import Stop, StopOnSignal, heed
 
 # Imported where used: torch and Flower take seconds, and `--help` needs none of them.
@@ -30,7 +31,8 @@ def statistics(
     insecure: Insecure = False,
     sites: Annotated[int, typer.Option(min=1, help="With --superlink: wait for so many.")] = 1,
     far: Annotated[
-        float, typer.Option(min=0, help="From which distance on a site is shown as far; docs/deploy.md.")
+        float,
+        typer.Option(min=0, callback=finite, help="From which distance on a site is shown as far; docs/deploy.md."),
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Everything, as JSON.")] = None,
 ) -> None:
@@ -72,7 +74,7 @@ def _asked(
     from server.deploy.federation import running_link
     from server.deploy.superlink import LinkOptions
 
-    control = running_link(superlink, ca, LinkOptions(insecure=insecure))
+    control = running_link(superlink, ca, LinkOptions(insecure=insecure), token_of())
     run_id = control.submit(
         run_config={"experiment-toml": experiment.toml(), "statistics": sites, "statistics-far": far}
     )

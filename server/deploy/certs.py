@@ -69,6 +69,29 @@ class Certificates:
         return self
 
 
+def fits(made: Certificates) -> None:
+    """Raise SettingsError for certificates, such as a company's own, with which a server would start and serve nobody:
+    a key without its certificate or with a password, or names that lack the one by which its own processes reach it."""
+    try:
+        certificate = x509.load_pem_x509_certificates(made.certificate.read_bytes())[0]
+        key = serialization.load_pem_private_key(made.key.read_bytes(), password=None)
+    except (ValueError, TypeError, OSError) as error:
+        raise SettingsError(
+            f"--certs: {made.certificate} and {made.key} are no certificate and key in PEM, without a password: {error}"
+        ) from None
+    public = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if certificate.public_key().public_bytes(*public) != key.public_key().public_bytes(*public):
+        raise SettingsError(f"--certs: {made.key} is not the key of {made.certificate}")
+    if ALWAYS_ADDRESSES[0] not in alternative_names(certificate):
+        names = ", ".join(alternative_names(certificate)) or "nothing"
+        raise SettingsError(
+            f"--certs: {made.certificate} is for {names}; the server's own processes reach it at 127.0.0.1: have it "
+            "issued for localhost and 127.0.0.1 too"
+        )
+    if certificate.not_valid_after_utc < _now():
+        raise SettingsError(f"--certs: {made.certificate} expired on {certificate.not_valid_after_utc:%Y-%m-%d}")
+
+
 def write(
     folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: int, beside: Path | None = None
 ) -> Certificates:

@@ -20,7 +20,7 @@ from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
 from server.deploy import waiting
-from server.deploy.certs import Certificates
+from server.deploy.certs import Certificates, fits
 from server.deploy.control import Control
 from server.deploy.processes import Family, held_ports
 from server.deploy.processes import stop as stop_families
@@ -53,7 +53,7 @@ class LinkOptions:
         if self.certificates and self.insecure:
             raise SettingsError("--certs and --insecure contradict each other")
         if self.certificates:
-            Certificates(self.certificates).require()
+            fits(Certificates(self.certificates).require())
         for option, host in (("--host", self.host), ("--control-host", self.control_host)):
             if not (self.certificates or self.insecure or is_loopback(host)):
                 raise SettingsError(

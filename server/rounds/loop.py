@@ -136,6 +136,7 @@ class Rounds:
         named = self._task.names()
         plan = self._task.plan_hash()
         roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, own_data=not named)
+        roster.undecided.show = lambda names: self._folder.amend_status(waiting=names)
         count = settings.wait_for or len(named) or settings.sample or 1
         roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
         if not resume:

@@ -38,6 +38,9 @@ class Waiting:
     questions: Callable[[Iterable[int], float], list[Message]]
     ttl_s: float
     say: Callable[[str], None]
+    show: Callable[[list[str]], None] = lambda names: None
+    """Told of `names` whenever they have changed since the last look."""
+    _shown: list[str] = field(default_factory=list)
     _sites: dict[int, _Site] = field(default_factory=dict)
     _came: dict[int, Message] = field(default_factory=dict)
     _said: dict[str, str] = field(default_factory=dict)
@@ -78,6 +81,9 @@ class Waiting:
 
         Called within a round, too: otherwise an answer would be one of a round ago.
         """
+        if self._shown != self.names:
+            self._shown = self.names
+            self.show(self._shown)
         now = time.monotonic()
         if on_way := {site.asked: node for node, site in self._sites.items() if site.asked}:
             for reply in self.grid.pull_messages(list(on_way)):

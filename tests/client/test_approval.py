@@ -27,13 +27,18 @@ from client.commands.options import approvals_file
 from client.node.metrics import ClientMetrics
 from common.deploy.chain import parsed
 from common.experiment import Experiment
-from common.flower import ROOT
+from common.flower import ROOT, environment
 from common.tasks import TASKS
+from server.deploy.processes import Family, held_ports, stop
 from server.engines.inprocess import InProcessGrid, answer, stamp
 from server.rounds import roster, waiting
+from server.rounds.folder import RunFolder
 from strategies.protocol.messages import DENIED, HEAD, WAITING, RollHead, Undecided, outline, write_head
+from strategies.protocol.sums import StatisticsHead
 from strategies.registry import settled
+from tests.support import patience
 from tests.support.faults import ran, run, toy
+from tests.support.patience import until
 from tests.support.site import Site
 
 
@@ -80,6 +85,17 @@ def test_nothing_is_done_before_a_person_has_said_yes(tmp_path: Path, caplog: py
     assert here.train().head.status == "ok"
 
 
+def test_statistics_wait_as_well(tmp_path: Path) -> None:
+    """Whatever the policy says of them: they come with an experiment that nobody has approved."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text("statistics = true\n")
+    here = site(tmp_path, toy("scaffold"), policy=str(policy))
+    head = write_head(StatisticsHead(here.settings.json(), "sums"))
+    reply = here.ask("query.statistics", RecordDict({HEAD: head})).content.config_records[HEAD]
+    assert "waits for approval" in str(reply["error"])
+    assert [entry.state for entry in Approvals(file(tmp_path)).entries().values()] == ["waiting"]
+
+
 def test_nothing_that_an_experiment_names_is_loaded_to_ask(tmp_path: Path) -> None:
     """No import of its module, not even to say what it is; the site had allowed the task."""
     name = "tests.client.test_approval_bait:task"
@@ -114,6 +130,20 @@ def test_where_nobody_is_asked_runs_are_taken_and_noted(tmp_path: Path, mode: st
     assert here.roll().state == DENIED
     assert command(tmp_path, "approve", "run", "--yes").exit_code == 0
     assert here.train(2).head.status == "ok"
+
+
+@pytest.mark.parametrize("mode", ["ask", "policy"])
+def test_a_file_that_cannot_be_written(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only folder, a full disk: what nobody is asked about goes on as ever, what needs a word does not."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Approvals, "_write", full)
+    reply = site(tmp_path, toy("scaffold"), approve=mode).train()
+    assert (reply.head.status == "ok") is (mode == "policy")
+    if mode == "ask":
+        assert "approvals-unusable" in reply.head.reason
 
 
 def test_without_the_setting_nothing_is_asked_or_written(tmp_path: Path) -> None:
@@ -220,7 +250,11 @@ def test_a_person_sees_what_they_approve(tmp_path: Path) -> None:
     assert command(tmp_path, "deny", "first", "--yes").exit_code == 0
     assert here.roll().state == DENIED
     lines = [parsed(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
-    assert [(line["what"], line["run"]) for line in lines if line] == [("run approved", "run"), ("run denied", "run")]
+    assert [(line["what"], line["run"]) for line in lines if line] == [
+        ("waiting", "run"),
+        ("approved", "run"),
+        ("denied", "run"),
+    ]
 
 
 def test_two_experiments_of_one_name_are_two_runs(tmp_path: Path) -> None:
@@ -474,10 +508,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_site_that_waits_is_taken_in_once_it_is_approved(tmp_path: Path) -> None:
     """The others go on; it is shown as waiting, is no failure, is never asked to train, and then is a client like any
     other. All bits are those of a run in which it joined in mid-run."""
-    grid, seen = Sites(tmp_path, NAMES, {"2": "ask"}), []
+    grid, seen, told = Sites(tmp_path, NAMES, {"2": "ask"}), [], []
 
     def show(record: dict[str, Any]) -> None:
         seen.append((record["sampled"], record.get("waiting", [])))
+        told.append(RunFolder(tmp_path / "run").status().get("waiting"))
         if len(seen) == 2:
             decide(tmp_path / "2")
         time.sleep(0.05)
@@ -487,6 +522,7 @@ def test_a_site_that_waits_is_taken_in_once_it_is_approved(tmp_path: Path) -> No
     without = sorted(set(NAMES) - {"2"})
     assert seen[:2] == [(without, ["2"])] * 2
     assert seen[-1] == (sorted(NAMES), [])
+    assert (told[1], told[-1]) == (["2"], [])  # as run.json says it
     assert all(not record["dropped"] and not record["void"] for record in result.history)
     assert sum("waits for approval at the site" in line for line in result.said) == 1
     assert not any("refused node" in line for line in result.said)
@@ -542,6 +578,31 @@ def test_a_run_that_all_approve_has_the_bits_of_one_where_nobody_is_asked(tmp_pa
     asked = Sites(tmp_path / "b", NAMES, dict.fromkeys(NAMES, "ask"))
     asked.on_ask = lambda name, kind: decide(tmp_path / "b" / name) if file(tmp_path / "b" / name).exists() else None
     assert ran(tmp_path / "asked", experiment, asked).final == plain.final
+
+
+@pytest.mark.processes
+@pytest.mark.rest
+@pytest.mark.timeout(240)
+def test_a_run_over_grpc_waits_for_another_process_to_approve_it(tmp_path: Path) -> None:
+    """Server, site and the person's command are three processes; nothing is started again."""
+    fleet, control = held_ports(2)
+    experiment = tmp_path / "first.toml"
+    experiment.write_text('name = "first"\nrounds = 3\ntask.name = "digits"\npartition.clients = 1\n')
+    python, log = [sys.executable, "-m"], tmp_path / "server.log"
+    ports = ["--fleet-port", str(fleet), "--control-port", str(control), "--run-dir", str(tmp_path / "run")]
+    join = ["client", "join", "--server", f"127.0.0.1:{fleet}", "--name", "0", "--approve", "ask"]
+    server = Family([*python, "server", "run", str(experiment), *ports], environment(), log)
+    client = Family([*python, *join, "--memory", str(tmp_path)], environment(), tmp_path / "client.log")
+    try:
+        until(lambda: "waits for approval at the site" in log.read_text(), "", 90)
+        assert server.running
+        words = [*python, "client", "approve", "first", "--yes", "--memory", str(tmp_path)]
+        subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=60)
+        assert server.process.wait(patience.limit(60)) == 0, log.read_text()
+        assert client.running
+    finally:
+        stop([server, client], 5)
+    assert "refused" not in log.read_text()
 
 
 def test_an_answer_of_a_former_server_or_a_hostile_site_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -236,12 +236,13 @@ def test_a_look_that_hangs_or_dies_is_a_check(tmp_path: Path, monkeypatch: pytes
     [*_, last] = looked(look, 0.2)
     assert (last.word, "not done within" in last.detail) == ("warn", True)
     assert time.monotonic() - started < 20
-    dies = 'print("noise"); print(\'["data", true, "seen", ""]\', flush=True); import os; os._exit(9)'
+    said = module.MARK + '["data", true, "seen", ""]'
+    dies = f"import os; print('[noise'); print({said!r}, flush=True); os._exit(9)"
     monkeypatch.setattr(module, "_PROGRAM", dies)
     [first, last] = looked(look, 30.0)
     assert first == Check("data", True, "seen", "")
     assert last.ok is False
-    assert "ended after data" in last.detail
+    assert "ended after data: exit code 9" in last.detail
 
 
 def test_a_join_without_a_policy_is_warned_of(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import socket
 import ssl
@@ -707,7 +708,7 @@ def test_certificates_for_this_machine_alone(tmp_path: Path) -> None:
 
 
 def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path: Path) -> None:
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     assert certificates(folder) == WELL
     content = {name: (folder / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key")}
 
@@ -735,10 +736,12 @@ def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path
 
 def test_a_certificate_that_may_not_serve(authority: Authority) -> None:
     """What only a handshake shows: another purpose than a server's."""
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     key = serialization.load_pem_private_key((folder / "server.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("fl.example.org")])
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("fl.example.org"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    )
     purpose = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = x509.CertificateBuilder(authority.name, authority.name, key.public_key(), 7, now - DAY, now + 99 * DAY)
     certificate = builder.add_extension(names, False).add_extension(purpose, True).sign(authority.key, hashes.SHA256())

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.deploy import keys
 from common.errors import SettingsError
+from server.commands import doctor
 from server.deploy import certs
 from server.deploy.federation import running_link
 from server.deploy.superlink import LinkOptions
@@ -198,3 +199,84 @@ def test_a_superlink_that_may_be_spoken_to() -> None:
     assert running_link("127.0.0.1:8000", None, LinkOptions()).ca is None
     assert running_link("superlink:8000", None, LinkOptions(insecure=True)).ca is None
     assert running_link("superlink:8000", Path("ca.pem"), LinkOptions()).ca == Path("ca.pem")
+
+
+# --- a company's own authority
+
+
+def company(folder: Path, names: list[str], *, chain: bool = True, days: int = 90) -> certs.Certificates:
+    """ca.pem, server.pem with an authority in between, server.key (RSA), as others make them."""
+    now = datetime.datetime.now(datetime.UTC)
+
+    def signed(subject: str, issuer: str, key: rsa.RSAPrivateKey, by: rsa.RSAPrivateKey, ca: bool) -> x509.Certificate:
+        named = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (subject, issuer)]
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(named[0])
+            .issuer_name(named[1])
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=100))
+            .not_valid_after(now + datetime.timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca, None), critical=True)
+        )
+        if not ca:
+            builder = builder.add_extension(certs.x509.SubjectAlternativeName(certs._names(names, [])), critical=False)
+        return builder.sign(by, hashes.SHA256())
+
+    root, middle, leaf = (rsa.generate_private_key(65537, 2048) for _ in range(3))
+    folder.mkdir()
+    pem = serialization.Encoding.PEM
+    above = signed("Middle", "Root", middle, root, True)
+    own = signed("fl", "Middle", leaf, middle, False)
+    (folder / "ca.pem").write_bytes(signed("Root", "Root", root, root, True).public_bytes(pem))
+    (folder / "server.pem").write_bytes(own.public_bytes(pem) + (above.public_bytes(pem) if chain else b""))
+    plain = (pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption())
+    (folder / "server.key").write_bytes(leaf.private_bytes(*plain))
+    return certs.Certificates(folder)
+
+
+def test_a_companys_own_certificate_with_its_chain(tmp_path: Path) -> None:
+    made = company(tmp_path / "own", ["fl.example.org"])
+    LinkOptions(certificates=made.folder).check()
+    handshake(made, "fl.example.org")
+    found = list(doctor._certificates(made.folder, ["fl.example.org"]))
+    assert not [check for check in found if check.ok is False], found
+    assert any("CN=Root" in check.detail for check in found)
+    # Without the authority in between no site can follow the chain, and doctor says so.
+    short = company(tmp_path / "short", ["fl.example.org"], chain=False)
+    assert any(check.name == "tls" and check.ok is False for check in doctor._certificates(short.folder, []))
+
+
+def test_what_is_wrong_with_a_certificate_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (company(tmp_path / name, ["fl.example.org"]) for name in ("one", "two"))
+    key = two.key.read_bytes()
+    for content, word in ((one.key.read_bytes(), "is not the key of"), (b"x", "no certificate and key in PEM")):
+        two.key.write_bytes(content)
+        with pytest.raises(SettingsError, match=word):
+            LinkOptions(certificates=two.folder).check()
+    two.key.write_bytes(key)
+    with pytest.raises(SettingsError, match="expired"):
+        LinkOptions(certificates=company(tmp_path / "old", ["a"], days=-1).folder).check()
+    monkeypatch.setattr(certs, "ALWAYS_ADDRESSES", ())
+    lacking = company(tmp_path / "lacking", ["fl.example.org"])
+    monkeypatch.undo()
+    with pytest.raises(SettingsError, match=r"issued for localhost and 127\.0\.0\.1"):
+        LinkOptions(certificates=lacking.folder).check()
+    assert any("127.0.0.1 too" in check.detail for check in doctor._certificates(lacking.folder, []))
+
+
+def test_a_new_authority_beside_the_old_one(tmp_path: Path) -> None:
+    old = certs.write(tmp_path / "old", ["a"], [], 10)
+    new = certs.write(tmp_path / "new", ["a"], [], 10, beside=old.folder)
+    assert new.trust.read_bytes() == new.ca.read_bytes() + old.ca.read_bytes()
+    assert old.trust == old.ca
+    for beside, word in ((tmp_path / "none", "no certificate"), (old.key, "no certificate")):
+        with pytest.raises(SettingsError, match=word):
+            certs.write(tmp_path / "third", ["a"], [], 10, beside=beside)
+    new.certificate.unlink()
+    new.key.unlink()
+    with pytest.raises(SettingsError, match="has an authority already"):
+        certs.write(new.folder, ["a"], [], 10, beside=old.folder)

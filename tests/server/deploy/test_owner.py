@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
+from common.flower import ROOT
 from server.__main__ import cli
 from server.app import run as run_app
 from server.deploy import federation
@@ -50,6 +52,9 @@ class Link:
         self.delay_s, self.lost = delay_s, lost
         self.runs: list[threading.Thread] = []
         self.killed = threading.Event()
+
+    def absent(self) -> str:
+        return ""
 
     def submit(self, project: Path, config: dict[str, Any]) -> int:
         thread = threading.Thread(target=self._app, args=(config,))
@@ -240,3 +245,14 @@ def test_a_request_to_stop_outlives_the_start_of_the_server_app(tmp_path: Path) 
             pass
     with folder.open(True):
         assert folder.stop() is None
+
+
+def test_before_a_command_listens_it_may_be_stopped_too(tmp_path: Path) -> None:
+    """While it is imported: with 0, for `compare` and the like by the signal, as any program."""
+    code = (
+        "import os, signal, sys; sys.argv = ['server', sys.argv[1]]; import common.portable; "
+        "common.portable.start = lambda: os.kill(os.getpid(), signal.SIGTERM); import server.__main__"
+    )
+    for word, wanted in (("run", 0), ("local", 0), ("superlink", 0), ("check", -signal.SIGTERM)):
+        ended = subprocess.run([sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (wanted, ""), word

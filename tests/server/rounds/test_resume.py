@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from client import session
 from client.app import app
 from common.errors import SettingsError
 from common.experiment import Experiment, StrategySettings
@@ -28,6 +29,7 @@ from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
 from strategies import registry
 from strategies.registry import settled, written_out
+from tests.support import faults
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
 
@@ -248,6 +250,29 @@ def test_bounds_of_a_round_may_change_and_the_run_says_so(tmp_path: Path, straig
     assert told[4] == told[6] == told[8] == {}
     assert "from round 7 on round.max_void is 3, it was 4" in result.said
     assert len(result.folder.status()["changes"]) == 9
+
+
+def test_a_site_that_grew_goes_on_if_the_experiment_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allowed on resume, too; each site is told apart in the history, and the run goes on from its new weights."""
+
+    def weighted(rounds: int, **tables: Any) -> Experiment:
+        data = StrategySettings(name="scaffold", weights="data")  # type: ignore[call-arg]
+        return toy("scaffold", rounds=rounds, **tables).model_copy(update={"strategy": data})
+
+    ran(tmp_path, weighted(2), grid(tmp_path))
+    monkeypatch.setattr(faults, "SIZES", (6, 25, 4, 8, 12))
+    monkeypatch.setattr(session, "_sessions", {})
+    error = run(tmp_path, weighted(4), grid(tmp_path), resume=True).error
+    assert "announced 10 training examples at first and 25 now" in str(error)
+    assert "data.may_grow" in str(error)
+    monkeypatch.setattr(session, "_sessions", {})
+    allowed = weighted(4, data={"may_grow": True})
+    result = ran(tmp_path, allowed, grid(tmp_path), resume=True)
+    assert [line.get("grown") for line in result.history] == [None, None, {"1": [10, 25]}, None]
+    assert result.history[2]["changed"][0]["key"] == "data.may_grow"
+    assert [line["examples"]["1"] for line in result.history] == [10, 10, 25, 25]
+    assert result.checkpoint.known["1"] == 25
+    assert result.checkpoint.stands == {}
 
 
 def test_what_may_not_change_is_named(tmp_path: Path) -> None:
