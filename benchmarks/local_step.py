@@ -79,7 +79,7 @@ def federated(task: Synthetic, steps: int, batch: int, algorithm: str, **local: 
     strategy, model = settled(experiment)[0], FlatModel(task.model())
     received = {name: value.clone() for name, value in strategy.broadcast(strategy.init(model.vector.clone())).items()}
     memory: dict[str, Tensor] = {}
-    bench = SimpleNamespace(experiment=experiment, task=task, model=model, forward=Forward)
+    bench = SimpleNamespace(experiment=experiment, strategy=strategy, task=task, model=model, forward=Forward)
     about = {"experiment": "", "run": "", "client": "0", "generation": 1, "round": 2, "keep": [], "layout": ""}
 
     def run() -> None:

@@ -120,7 +120,7 @@ def _supernodes(link: SuperLink, names: Sequence[str], folder: Path, device: str
         stack.callback(lambda: stop(families, 5.0))
         for number, name in enumerate(names):
             command = [sys.executable, "-c", start, "--insecure", "--superlink", link.fleet_address]
-            command += ["--node-config", f'name="{name}" device="{device}"']
+            command += ["--node-config", f'name="{name}" device="{device}" trusted=true']
             command += ["--host", "127.0.0.1", "--port", str(_port())]
             families.append(Family(command, environ, folder / f"supernode-{number}.log", ROOT))
         yield

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from common import portable
+from common.deploy.options import finite
 
 portable.start()  # before anything loads torch or numpy, which read what it sets
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -19,20 +21,29 @@ from typing import Annotated, Any
 
 import typer
 
-from client.commands import admin
+from client.commands import admin, runs
 from client.commands.options import (
+    AUTO,
     DEFAULT_MEMORY,
+    AllowTask,
+    ApprovalsFile,
+    Approve,
     Authority,
     Data,
     Device,
     Format,
     Insecure,
     Key,
+    KitAuthority,
+    KitFile,
+    KitFolder,
     Memory,
     Names,
     PolicyFile,
     Portable,
     Server,
+    TrustServer,
+    approvals_file,
     errors,
 )
 from common.deploy import audit_commands
@@ -53,6 +64,10 @@ cli = typer.Typer(
 cli.command(epilog="Example: python -m client keygen --out site-3.key")(admin.keygen)
 cli.command(epilog="Example: python -m client doctor --server fl.example.org:9092 --ca ca.pem")(admin.doctor)
 cli.add_typer(admin.memories, name="memory")
+cli.command(epilog="Example: python -m client approvals --show")(runs.approvals)
+cli.command(epilog="Example: python -m client approve first")(runs.approve)
+cli.command(epilog="Example: python -m client deny 3f9a0c41")(runs.deny)
+cli.command(epilog="Example: python -m client revoke first")(runs.revoke)
 cli.add_typer(audit_commands.commands(errors), name="audit")
 
 
@@ -60,20 +75,29 @@ cli.add_typer(audit_commands.commands(errors), name="audit")
     epilog="Example: python -m client join --server fl.example.org:9092 --name site-3 --ca ca.pem --key site.key"
 )
 def join(
-    server: Server,
-    name: Names,
+    kit: KitFile = None,
+    server: Server = "",
+    name: Names = None,
     ca: Authority = None,
     key: Key = None,
     policy: PolicyFile = None,
+    allow_task: AllowTask = None,
+    trust_server: TrustServer = False,
+    approve: Approve = "policy",
+    approvals: ApprovalsFile = None,
+    folder: KitFolder = None,
+    authority: KitAuthority = "",
     data: Data = None,
     memory: Memory = None,
     device: Device = "cpu",
     gpu_memory_fraction: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the GPU's memory for this process; 0: no limit.")
+        float,
+        typer.Option(min=0, max=1, callback=finite, help="Part of the GPU's memory for this process; 0: no limit."),
     ] = 0.0,
     insecure: Insecure = False,
     max_wait: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long without a server.")
+        float | None,
+        typer.Option(min=0, callback=finite, metavar="SECONDS", help="Give up after so long without a server."),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
@@ -85,7 +109,8 @@ def join(
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
-    """Join a Flower server and train for it until stopped.
+    """Join a Flower server and train for it until stopped: with the kit that its operator made, or with --server and
+    --name. Options take the place of what the kit says.
 
     SIGTERM or Ctrl-C finishes the message in hand, then leaves; a second one ends at once.
 
@@ -96,8 +121,28 @@ def join(
         from client.node.audited import default_path
         from client.node.resident import NodeOptions, run_nodes
 
+        if kit:
+            from client.commands.kit import ask, unpack
+
+            given = unpack(kit, folder, authority, agreed=ask())
+            server, name, ca = server or given.server, name or [given.name], ca or given.ca
+            key, policy = key or str(given.key), policy or given.policy
+        elif not (server and name):
+            raise SettingsError("join: give the kit of the server's operator, or --server and --name")
         access = Access(server, str(ca or ""), "", insecure, max_wait)
+        file = str(approvals_file(approvals, memory, name))
+        if kit:
+            access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
+        stop, held = stop_on_signal(), None
+        if found := AUTO.fullmatch(name[0]):
+            from client.memory.names import claim
+
+            claimed = claim((memory or DEFAULT_MEMORY).expanduser(), int(found[1]) if found[1] else None, stop)
+            if claimed is None:
+                return
+            name, held = [claimed[0]], claimed[1]
+            memory = held.folder
         clients = [
             NodeOptions(
                 replace(access, key=_own(key, each)),
@@ -107,16 +152,27 @@ def join(
                 str(_memory(memory, each, len(name))),
                 _existing("--policy", str(policy or "")),
                 gpu_memory_fraction,
+                tuple(allow_task or ()),
+                trust_server,
+                approve,
+                file,
+                held,
                 str(_own(audit, each) or default_path(str(_memory(memory, each, len(name))))),
             )
             for each in name
         ]
-        stop = stop_on_signal()
+        from client.approval.store import Approvals
+
+        Approvals(file).entries()  # One that cannot be used is told before anything is joined.
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose
         from common.arithmetic import require
+        from common.data import grant
+        from common.partition import split_cache
 
+        grant.close()
+        split_cache.share_in(held.folder.parent / ".plans" if held else Path(clients[0].memory) / ".plans")
         limits = Policy.load(clients[0].policy)
         limits.bound_memory()
         chosen = choose(device, gpu_memory_fraction)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context
@@ -21,7 +23,8 @@ from common import tasks
 from common.arithmetic import describe, require
 from common.compression.feedback import Codec
 from common.data.examples import ClientData, Examples
-from common.errors import SettingsError
+from common.data.grant import EVERYTHING, Grant, granted
+from common.errors import ExperimentError, Sayable, SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.model import FlatModel, build
@@ -53,6 +56,8 @@ class Session:
     """Its own: a disk writes while a reply is built, and both know vectors of one name."""
     forward: Callable[[Task, FlatModel, LocalSettings], Forward] = Forward
     """Makes the passes of a round."""
+    grant: Grant = EVERYTHING
+    """What could be named when it was built."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
     _sound: bool = False
 
@@ -61,18 +66,18 @@ class Session:
         """The session of an experiment (JSON) on a node's device; built once, then kept. Another experiment on that
         device replaces it.
 
-        Raises Denied if the node's policy forbids it, before anything that it names is imported.
+        Raises Denied if the node's policy forbids it, before anything that it names is imported or opened.
         """
         target = device_of(context)
         held = _sessions.get(target)
-        same = held is not None and held.text == text
+        same = held is not None and (held.text, held.grant) == (text, granted())
         experiment = held.experiment if held and same else read_experiment(text)
-        policy_of(context).check(experiment)
+        policy_of(context).check(experiment, granted())
         settle(experiment.local)
         require(experiment.local.arithmetic, target)
         if held is None or not same:
+            strategy = _strategy_of(experiment)
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
-            strategy = settled(experiment)[0]
             model = build(task, experiment.seed, target, experiment.personal.parts, strategy.check_model)
             held = _sessions[target] = cls(
                 text,
@@ -85,6 +90,7 @@ class Session:
                 Downlink(strategy, experiment, model.layout),
                 Staging(target),
                 Staging(target),
+                grant=granted(),
             )
         return held
 
@@ -153,6 +159,21 @@ def policy_of(context: Context) -> Policy:
     return Policy.load(str(context.node_config.get("policy", "")))
 
 
+def trusts(context: Context) -> bool:
+    """Whether server and node are one owner's, on one machine: as the node's setting "trusted" says, which engines set,
+    else where Ray runs the node (`flwr run` of a simulation)."""
+    ray: Any = sys.modules.get("ray")
+    simulated = "name" not in context.node_config and ray is not None and ray.is_initialized()
+    return bool(context.node_config.get("trusted", simulated))
+
+
+def grant_of(context: Context) -> Grant:
+    """What an experiment may name at a node: as its policy and its setting "allow-tasks" (references, with spaces
+    between) say."""
+    allowed = str(context.node_config.get("allow-tasks", "")).split()
+    return policy_of(context).grant(allowed, trusts(context))
+
+
 def shares_labels(context: Context) -> bool:
     """Whether class counts may leave this node: as its policy says, else its setting "share-labels", else only in a
     simulation."""
@@ -197,6 +218,16 @@ def memory_of(context: Context, session: Session) -> Memory:
         to_host=session.disk.to_host,
         cache=_cache if durable else None,
     )
+
+
+def _strategy_of(experiment: Experiment) -> FederatedStrategy:
+    """The algorithm. Of this site nothing has been seen: faults are of the experiment's words."""
+    try:
+        return settled(experiment)[0]
+    except Sayable:
+        raise
+    except SettingsError as error:
+        raise ExperimentError(str(error)) from error
 
 
 def release() -> None:

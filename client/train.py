@@ -9,10 +9,12 @@ from dataclasses import replace
 
 from flwr.app import Context, Message, RecordDict
 
+from client.approval.gate import check_approval
 from client.memory.versions import DiskMemory, Memory
 from client.received import check_numbers, receive
 from client.session import Session, hosted, memory_of, policy_of
 from client.training.work import LocalWork, local_steps
+from common.errors import MessageError
 from common.seeds import derive, torch_seeded
 from common.vector import State
 from strategies.base import Upload
@@ -31,11 +33,12 @@ from strategies.protocol.messages import (
 def open_session(
     head: TrainHead | EvaluateHead, context: Context, session_of: Callable[[str, Context], Session] = Session.of
 ) -> Session:
+    check_approval(context, head.experiment, head.run, head.round)
     session = session_of(head.experiment, context)
     if head.layout != session.model.layout_hash:
-        raise ValueError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
+        raise MessageError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
     if head.client not in hosted(context, session.task):
-        raise ValueError(f"this node does not host client {head.client!r}")
+        raise MessageError(f"this node does not host client {head.client!r}")
     return session
 
 
@@ -96,7 +99,7 @@ def train_client(
         policy.check_upload(session.codec.decode(sent, kinds, session.model.vector, held, seeds)[0])
 
     stage[0] = "save"
-    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr)
+    done = replace(reply, examples=upload.examples, steps=upload.steps, lr=upload.lr, part=head.part)
     if head.phase:
         return _reply(session, done, replace(upload, vectors=sent, buffers={}))
     kept = work.remembered() | session.downlink.remember(received)

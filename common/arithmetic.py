@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from common import portable
-from common.errors import SettingsError
+from common.errors import Unfit
 
 PINNED: Mapping[str, Mapping[str, str]] = {
     "torch 2.14.1+cu130": {
@@ -107,18 +107,18 @@ def _named(device: torch.device) -> str:
 
 
 def require(arithmetic: str, device: torch.device | str = "cpu") -> None:
-    """Raise SettingsError, with what to do, unless this process computes as `local.arithmetic` says."""
+    """Raise Unfit, with what to do, unless this process computes as `local.arithmetic` says."""
     if arithmetic != "portable":
         return
     asked = "local.arithmetic = 'portable'"
     if torch.device(device).type != "cpu":
-        raise SettingsError(f"{asked} is a matter of processors and this process trains on {device}; allowed: cpu")
+        raise Unfit(f"{asked} is a matter of processors and this process trains on {device}; allowed: cpu")
     if not portable.active():
-        raise SettingsError(f"{asked} and this process computes natively: {CURE}")
+        raise Unfit(f"{asked} and this process computes natively: {CURE}")
     if late := portable.late():
-        raise SettingsError(f"{asked} and {' and '.join(late)} had been loaded before the variables were set: {CURE}")
+        raise Unfit(f"{asked} and {' and '.join(late)} had been loaded before the variables were set: {CURE}")
     if wrong := differing():
-        raise SettingsError(
+        raise Unfit(
             f"{asked} and this machine's {torch.backends.cpu.get_cpu_capability()} kernels give other answers than the "
             f"pinned ones in {', '.join(wrong)}: it needs an x86-64 processor with AVX2 and variables that are set "
             f"before the first operation; {CURE}"

@@ -9,6 +9,52 @@ class SettingsError(ValueError):
     """Something the user wrote cannot work; found before round 1. The command ends with exit code 2."""
 
 
+class Sayable(Exception):
+    """Its text holds what an experiment or a message says and words of this project, nothing else: where it is raised,
+    only these have been seen. A site may send it back; the text of any other error stays there."""
+
+    code = "message-invalid"
+    """One of `client.reasons.CODES`."""
+
+
+class ExperimentError(SettingsError, Sayable):
+    """A fault in the experiment's own words."""
+
+    code = "experiment-invalid"
+
+
+class MessageError(ValueError, Sayable):
+    """A fault in what a message carries."""
+
+
+class Unfit(SettingsError, Sayable):
+    """The experiment asks for an arithmetic that this process has not."""
+
+    code = "arithmetic"
+
+
+class SiteError(SettingsError):
+    """Data or a device of a site that do not do. The text stays there; `code` says what it is about."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[SiteError], tuple[str, str]]:
+        return type(self), (self.code, str(self))
+
+
+class Denied(Sayable):
+    """What was asked for is more than the site allows. `code` says what it is about; `detail` stays there."""
+
+    def __init__(self, code: str, text: str, detail: str = "") -> None:
+        super().__init__(text)
+        self.code, self.detail = code, detail
+
+    def __reduce__(self) -> tuple[type[Denied], tuple[str, str, str]]:
+        return type(self), (self.code, str(self), self.detail)
+
+
 class RunError(RuntimeError):
     """A run that had started could not go on. The command ends with exit code 1."""
 

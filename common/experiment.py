@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import Name, OpenSection, Section, checked, tables_of, text_of
+from common.settings import Name, Opened, OpenSection, Section, checked, tables_of, text_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -42,7 +42,7 @@ class PartitionSettings(Section):
     growth: Literal["linear", "square", "exponential"] = "linear"
     min_examples: int = Field(1, ge=0, description="smallest client; a Dirichlet split is drawn until it holds")
     holdout: float = Field(0.1, ge=0, lt=1, description="share of each client's examples kept for evaluation")
-    file: str | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
+    file: Opened | None = Field(None, description="plan file; relative to the working directory, else to FEDKEEL_DATA")
     shift: Literal["none", "noise", "rotation", "brightness", "contrast"] = Field(
         "none", description="feature shift from client to client, with any kind of split; see common/partition/shift.py"
     )
@@ -148,6 +148,12 @@ class RoundSettings(Section):
     max_void: int = Field(3, ge=1, description="void tries in a row that end the run")
     wait_for: int | None = Field(None, ge=1, description="clients on the roll before round 1; default: all simulated")
     max_upload_norm: float | None = Field(None, gt=0, description="L2 bound of an uploaded model change")
+    norm_factor: float = Field(
+        1000.0, ge=0, description="an upload so many times longer than the usual one is dropped, from 3 on; 0: none is"
+    )
+    most_share: float | None = Field(
+        None, gt=0, le=1, description="largest share of one client in an average by data; default: any, with a warning"
+    )
 
 
 Compressor = Literal["none", "identity", "top-k", "random-k", "sign", "int8", "bfloat16", "float16"]
@@ -216,7 +222,7 @@ class SpeedSettings(Section):
     speeds: list[Annotated[float, Field(gt=0)]] = Field(
         [], description="profile: local steps a second; each client gets one of them by the seed"
     )
-    file: str | None = Field(None, description="profile: CSV with the columns client,speed instead")
+    file: Opened | None = Field(None, description="profile: CSV with the columns client,speed instead")
     jitter: float = Field(0.0, ge=0, description="profile: deviation of a speed's logarithm from round to round")
     deadline_s: float | None = Field(None, gt=0, description="profile: simulated seconds of local work in a round")
     late: Literal["partial", "drop"] = Field("partial", description="who is not done sends what there is, or nothing")
@@ -240,7 +246,7 @@ class PresenceSettings(Section):
         0.5, gt=0, le=1, description="bernoulli: of each client in each round; diurnal: part of its day"
     )
     period: int = Field(24, ge=1, description="diurnal: rounds in a day, which begins at another time for each client")
-    file: str | None = Field(None, description="trace: CSV with the columns client,first,last (rounds)")
+    file: Opened | None = Field(None, description="trace: CSV with the columns client,first,last (rounds)")
 
     @model_validator(mode="after")
     def _coherent(self) -> PresenceSettings:
@@ -266,6 +272,14 @@ class TrackingSettings(Section):
     model: bool = Field(False, description="mlflow, wandb: store the final model.safetensors there, too")
 
 
+class DataSettings(Section):
+    """`[data]`: what sites may do with the data they hold while a run goes on."""
+
+    may_grow: bool = Field(
+        False, description="a site whose number of training examples changed takes part with the new one, recorded"
+    )
+
+
 UNSEEN = ("checkpoint", "tracking")
 """Sections that touch neither weights nor history: how a run is kept and shown."""
 
@@ -289,6 +303,7 @@ class Experiment(Section):
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    data: DataSettings = DataSettings()
 
     @classmethod
     def load(cls, path: str | Path) -> Experiment:
@@ -326,10 +341,17 @@ class Experiment(Section):
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
         `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
-        with the cosine schedule `rounds` decides the rate, so there it counts.
+        `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so there it
+        counts.
         """
-        free = {"evaluate", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", "data", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
-        if self.local.arithmetic == "native":
-            del kept["local"]["arithmetic"]  # a run from before there was a choice goes on
+        # A run from before there was a choice goes on.
+        for section, key, before in (
+            ("local", "arithmetic", "native"),
+            ("round", "norm_factor", 1000.0),
+            ("round", "most_share", None),
+        ):
+            if kept[section][key] == before:
+                del kept[section][key]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

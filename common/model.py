@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from common.errors import SettingsError
+from common.errors import Sayable, SettingsError
 from common.seeds import derive, torch_seeded
 from common.tasks.base import Task
 from common.vector import BUFFERS, DTYPES, PERSONAL, Layout, Slot, State, dtype_name, layout_of, raw_bytes
@@ -40,7 +40,7 @@ def build(
     with torch_seeded(derive(seed, "model"), torch.device("cpu")):
         try:
             module = task.model()
-        except SettingsError:
+        except (SettingsError, Sayable):
             raise
         except Exception as error:
             raise SettingsError(f"{type(task).__name__}.model() raised {type(error).__name__}: {error}") from error

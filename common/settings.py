@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from common.errors import SettingsError
+from common.errors import ExperimentError, SettingsError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -39,6 +39,15 @@ def _named(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_named)]
 """A field that holds the name of an experiment or a plan."""
+
+
+class _Opened:
+    """Marks what `Opened` annotates."""
+
+
+Opened = Annotated[str, _Opened()]
+"""A field that names a file, a folder or something to fetch: `common.data.places` and `common.data.grant` say whether
+it may be, and a test sees that they are asked. Every other field of text is but text."""
 
 
 class Section(BaseModel):
@@ -78,11 +87,13 @@ def tables_of(text: str, source: str) -> dict[str, Any]:
 
 
 def checked(model: type[M], values: dict[str, Any], source: str) -> M:
-    """Build settings from a dict, or raise SettingsError with one line per fault."""
+    """Build settings from a dict, or raise SettingsError with one line per fault. A `source` in brackets, such as
+    "[task]", is a table of an experiment: then the error, as the values, is of its words alone (ExperimentError)."""
+    kind = ExperimentError if source.startswith("[") else SettingsError
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise SettingsError("\n".join(_line(source, model, fault) for fault in error.errors())) from None
+        raise kind("\n".join(_line(source, model, fault) for fault in error.errors())) from None
 
 
 def _line(source: str, model: type[BaseModel], fault: Any) -> str:

@@ -22,13 +22,18 @@ from server.rounds.loop import Rounds
 from server.rounds.prepare import assemble
 from server.rounds.records import Event, Record, unheard
 from server.rounds.reply_limits import bound_replies, guard_replies
-from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent
+from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_with_parent, heed
+from server.statistics.gather import gather
+from server.statistics.merge import FAR
 from server.watch.audited import audit_of, audited, began, ended
 from server.watch.display import COLUMNS, line
 from server.watch.tracking import Trackers
 from strategies.registry import settled
 
 app = ServerApp()
+
+STATISTICS = "statistics: "
+"""Before the line of the log that is a result of theirs."""
 
 
 @app.main()
@@ -37,8 +42,9 @@ def main(grid: Grid, context: Context) -> None:
 
     Keys: `experiment` (a path in the bundle, or of this machine), `experiment-toml` (its content instead),
     `run-dir` (default: runs/<name> in the SuperLink's folder), `resume`, `strict` (a refused client ends the run
-    before round 1 instead of being left out), `audit` (the audit log's file; default: in the run folder), `submitted`
-    (who submitted it, as JSON).
+    before round 1 instead of being left out), `claim` (of the command that looks after the run). `statistics`: no run,
+    but what so many sites hold, as a line of the log; `statistics-far`: from which distance on a site is far.
+    `submitted`: by which process, as JSON.
     """
     if "--parent-pid" in sys.argv:
         # Flower then raises SIGINT in a thread, which a main thread that waits for a lost server never sees.
@@ -47,6 +53,11 @@ def main(grid: Grid, context: Context) -> None:
     experiment = read_experiment(str(config.get("experiment", "")), str(config.get("experiment-toml", "")))
     flower.tune_flower(longest_wait_s=experiment.round.deadline_s)
     guard_replies()
+    if sites := int(config.get("statistics", 0)):
+        with StopOnSignal() as stop:
+            found = gather(grid, experiment, sites, far=float(config.get("statistics-far", FAR)), say=say, stop=stop)
+        say(STATISTICS + found.json())
+        return
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose_folder("runs", experiment.name, resume))
@@ -54,7 +65,7 @@ def main(grid: Grid, context: Context) -> None:
     strict = bool(config.get("strict", False))
     # Flower's own handler would leave the round in hand unfinished.
     submitted = json.loads(str(config.get("submitted", "")) or "{}")
-    event = audited(AuditLog(audit_of(folder, str(config.get("audit", ""))), "server app"), folder.path.name)
+    event = audited(AuditLog(audit_of(folder), "server app"), folder.path.name)
     began(event, experiment, resume, submitted=submitted)
     try:
         with StopOnSignal() as stop:
@@ -66,6 +77,7 @@ def main(grid: Grid, context: Context) -> None:
                 show=lambda record: say(line(record)),
                 stop=stop,
                 strict=strict,
+                claim=str(config.get("claim", "")),
                 event=event,
                 submitted=submitted,
             )
@@ -96,14 +108,16 @@ def run(
     show: Callable[[Record], None] = lambda record: None,
     stop: Stop = lambda: None,
     strict: bool = True,
+    claim: str = "",
     event: Event = unheard,
     submitted: Mapping[str, Any] | None = None,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
     What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
-    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart. `event` is told
-    what an audit log holds; `submitted`: by which other process, for run.json.
+    `stop` or the folder's stop file ended returns like a finished one; the status tells them apart. `claim`: of the
+    command that submitted it, as in `RunFolder.claimed`. `event` is told what an audit log holds; `submitted`: by which
+    other process, for run.json.
     """
     strategy, experiment = settled(experiment)
 
@@ -111,12 +125,14 @@ def run(
         folder.note(text)
         say(text)
 
-    with folder.open(resume):
+    with folder.open(resume, claim):
         try:
-            folder.set_status("starting", rounds=experiment.rounds)
+            folder.set_status("starting", rounds=experiment.rounds, claim=claim)
             folder.note_start(resumed=resume, **({"submitted": submitted} if submitted else {}))
             if caution := getattr(grid, "caution", ""):
                 told(caution)
+            either = earliest(stop, folder.stop)
+            heed(either)
             torch.set_num_threads(experiment.local.threads)
             arithmetic.require(experiment.local.arithmetic)
             prepared = assemble(strategy, experiment)
@@ -127,13 +143,13 @@ def run(
                     tracking.write(record)
                     show(record)
 
-                either = earliest(stop, folder.stop)
                 rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict, event=event)
                 record = rounds.run(resume)
         except Stopped:
             record = (folder.history() or [{}])[-1]
             told(f"stopped after round {record.get('round', 0)}; go on with --resume")
-            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0)
+            by = {"by": by} if (by := folder.stop.by()) else {}
+            folder.set_status("stopped", rounds=experiment.rounds, round=record.get("round", 0), exit_code=0, **by)
             return record
         except (SettingsError, RunError) as error:
             folder.set_status("failed", error=str(error), exit_code=2 if isinstance(error, SettingsError) else 1)

@@ -41,6 +41,7 @@ class RefreshedTrackers(FederatedStrategy):
 
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "tracker": "increment"}
     trackers: ClassVar[tuple[str, ...]] = ("tracker",)
+    rescales: ClassVar[bool] = True
     memory: ClassVar[Literal["none", "bound", "own"]] = "bound"
 
     def init(self, model: Tensor) -> State:

@@ -172,6 +172,18 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
         raise SettingsError(
             f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"
         )
+    if experiment.data.may_grow and strategy.weights == "data" and strategy.trackers and not strategy.rescales:
+        raise SettingsError(
+            f"data.may_grow beside strategy.name = {experiment.strategy.name!r} with weights = 'data': the server "
+            "cannot tell what a site whose data changed has in its average; allowed: strategy.weights = 'uniform'"
+        )
+    most = experiment.round.most_share
+    if most is not None and strategy.weights == "data" and strategy.trackers:
+        raise SettingsError(
+            f"round.most_share = {most:g} beside trackers that average by data over all clients, strategy.name = "
+            f"{experiment.strategy.name!r} with weights = 'data': they would average other weights than the model "
+            "changes; allowed: strategy.weights = 'uniform'"
+        )
     kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
     if "increment" in kinds and sent.lossy and sent.feedback == "none":
         raise SettingsError(

@@ -27,6 +27,7 @@ class Scaffold(FederatedStrategy):
     weights: Literal["uniform", "data"] = "uniform"
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "control": "increment"}
     trackers: ClassVar[tuple[str, ...]] = ("control",)
+    rescales: ClassVar[bool] = True
     memory: ClassVar[Literal["none", "bound", "own"]] = "bound"
 
     def init(self, model: Tensor) -> State:

@@ -54,6 +54,7 @@ class ScaffoldM(FederatedStrategy):
 
     payload: ClassVar[Mapping[str, Kind]] = {"delta": "vector", "control": "increment"}
     trackers: ClassVar[tuple[str, ...]] = ("control",)
+    rescales: ClassVar[bool] = True
     memory: ClassVar[Literal["none", "bound", "own"]] = "bound"
 
     def init(self, model: Tensor) -> State:

@@ -10,6 +10,9 @@ import typer
 
 from client.commands.options import (
     DEFAULT_MEMORY,
+    AllowTask,
+    ApprovalsFile,
+    Approve,
     Authority,
     Data,
     Device,
@@ -18,6 +21,7 @@ from client.commands.options import (
     Memory,
     PolicyFile,
     Server,
+    TrustServer,
     errors,
 )
 from common.errors import SettingsError
@@ -86,7 +90,7 @@ def memory_reset(
 
 
 def doctor(
-    server: Server,
+    server: Server = "",
     name: Annotated[list[str] | None, typer.Option(help="As for `join`; may be given again.")] = None,
     ca: Authority = None,
     key: Key = None,
@@ -95,9 +99,23 @@ def doctor(
     memory: Memory = None,
     device: Device = "cpu",
     insecure: Insecure = False,
+    experiment: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, metavar="FILE", help="Also look with this experiment, as its run would."),
+    ] = None,
+    approve: Approve = "policy",
+    approvals: ApprovalsFile = None,
+    allow_task: AllowTask = None,
+    trust_server: TrustServer = False,
 ) -> None:
-    """Look at all that `join` needs, with the same options. Exit code 1 if something would fail."""
+    """Look at all that `join` needs, with the same options. Exit code 1 if something would fail.
+
+    With --experiment what its run would refuse here: what may be named, data as the task reads them, the model, one
+    batch. Without --server nothing of the network is looked at then.
+    """
     with errors():
+        if not server and experiment is None:
+            raise SettingsError("doctor: give --server, --experiment or both")
         from client.commands.doctor import doctor_command
 
         code = doctor_command(
@@ -110,6 +128,11 @@ def doctor(
             device=device,
             policy=policy,
             insecure=insecure,
+            experiment=experiment,
+            approve=approve,
+            approvals=approvals,
+            allow_tasks=allow_task or [],
+            trusted=trust_server,
         )
     sys.exit(code)
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from client.commands.look import Look, looked, paths
+from client.commands.options import approvals_file
 from common.deploy import probe
 from common.deploy.addresses import ip_address, is_loopback
 from common.deploy.checks import VERSIONS_S, Check, each, private, show, versions, writable
@@ -19,6 +21,7 @@ from common.errors import SettingsError
 
 READ_S, DEVICE_S = 8.0, 30.0
 
+UNASKED = "bound it with --policy (docs/policy.md), or decide run by run with --approve ask (docs/approval.md)"
 OTHER_PORT = "clients join at the Fleet port (9092), not at the control port (8000) or at --metrics"
 
 
@@ -37,6 +40,11 @@ def checks(
     device: str = "cpu",
     policy: Path | None = None,
     insecure: bool = False,
+    experiment: Path | None = None,
+    approve: str = "policy",
+    approvals: Path | None = None,
+    allow_tasks: Sequence[str] = (),
+    trusted: bool = False,
 ) -> Iterator[Check]:
     """The checks of a site, with the meaning that `join` gives the same options: `{name}` in `key` and `data`.
 
@@ -47,17 +55,48 @@ def checks(
     keys = _files(key, names)
     for path in keys:
         yield from each("key", partial(_key, path))
-    yield from _network(server, ca, keys, insecure)
+    if server or not experiment:
+        yield from _network(server, ca, keys, insecure)
     yield from each("device", lambda: _device(device), DEVICE_S)
     if memory:
         yield from each("memory", lambda: _memory(memory, [memory, *(memory / name for name in names)]))
     else:
         home = Path.home() / ".fedkeel" / "memory"
         yield from each("memory", lambda: _memory(home, [home / name for name in names]))
+    usable = True
     for path in _files(data, names):
-        yield from each("data", partial(_data, path), READ_S)
+        for check in each("data", partial(_data, path), READ_S):
+            usable = usable and check.ok is not False
+            if check.ok is not None or not experiment:  # what its arrays are called matters to an experiment
+                yield check
     if policy:
         yield from each("policy", lambda: _policy(policy))
+    elif approve == "policy" and not trusted:
+        yield Check(
+            "policy", None, "no --policy and no --approve ask: any run of this project's tasks is taken", UNASKED
+        )
+    file = approvals_file(approvals, memory, names or ["site"])
+    yield from each("approvals", lambda: _approvals(file, approve))
+    if experiment and usable:
+        for name in names or ["site"]:
+            own = str(_files(data, [name])[0]) if data else ""
+            asked = Look(
+                str(experiment), name, own, str(policy or ""), device, tuple(allow_tasks), trusted, approve, str(file)
+            )
+            yield from looked(paths(asked))
+
+
+def _approvals(file: Path, approve: str) -> Iterator[Check]:
+    """Whether the file that says which runs were approved can be used; nothing where there is none and nobody asks."""
+    from client.approval.store import Approvals
+
+    entries = Approvals(file).entries()
+    if entries or approve == "ask":
+        waiting = sorted(key[:12] for key, entry in entries.items() if entry.waits)
+        yield Check("approvals", True, f"{file}: {len(entries)} runs known")
+        if waiting and approve == "ask":
+            advice = f"python -m client approve {waiting[0]} --approvals {file}"
+            yield Check("approvals", None, f"waiting for approval: {', '.join(waiting)}", advice)
 
 
 def _files(pattern: str | None, names: Sequence[str]) -> list[Path]:
@@ -134,6 +173,8 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
+    from common.deploy.kit import authorities
+
     whose = f"the authority in {ca}" if ca else "an authority that this system knows"
     certificate = x509.load_der_x509_certificate(der)
     print_ = certificate.fingerprint(SHA256()).hex(":")[:23]
@@ -147,10 +188,14 @@ def _certificate(host: str, port: int, der: bytes, ca: Path | None) -> Iterator[
     lasting = probe.lasts("expiry", certificate, renew)
     if fault and lasting.ok is not False:
         advice = "copy ca.pem from the server again, the one beside server.pem, and give it as --ca"
-        detail = f"the certificate ({print_}...) is not signed by {whose}: {fault}"
+        issuer = certificate.issuer.rfc4514_string() or "nobody"
+        detail = f"the certificate ({print_}..., issued by {issuer}) is not signed by {whose}: {fault}"
+        advice += "; or a proxy or firewall here looks into TLS with a certificate of its own: have it let this pass"
         yield Check("authority", False, detail, advice)
     elif not fault:
-        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}")
+        held = authorities(ca.read_bytes(), f"--ca {ca}") if ca else []
+        trusted = "".join(f"; trusted: {each.fingerprint} ({each.subject}, until {each.until})" for each in held)
+        yield Check("authority", True, f"the certificate ({print_}...) is signed by {whose}{trusted}")
     yield lasting
     names = ", ".join(probe.names_of(certificate)) or "nothing"
     if probe.covers(certificate, host):

@@ -21,6 +21,7 @@ from flwr.app import ConfigRecord, RecordDict
 from safetensors.torch import save
 
 from client.memory.cache import StateCache
+from common.errors import MessageError
 from common.files import flush, write_atomically
 from common.tensor_files import Damaged, read_tensors, unshared
 from common.vector import State, sha256
@@ -265,5 +266,5 @@ def _file(version: int) -> str:
 def _safe(name: str) -> str:
     """A client or run name as a folder name; names come from the network and must not leave the folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}", name):
-        raise ValueError(f"name {name!r} cannot name a folder")
+        raise MessageError(f"name {name!r} cannot name a folder")
     return name

@@ -12,8 +12,9 @@ from flwr.supercore.address import parse_address
 
 from common.deploy.addresses import bracketed, is_loopback
 from common.deploy.keys import load_private
+from common.deploy.proxies import HttpProxy, proxy_for
 from common.errors import SettingsError
-from common.flower import MOST_CALL_BYTES
+from common.flower import MOST_CALL_BYTES, keepalive
 
 # A lost server is looked for about once a second; gRPC's own back-off goes up to two minutes.
 _CHANNEL = [
@@ -44,6 +45,8 @@ class Access:
     `ca`: file of the authority that signed the server's certificate; "": the system's authorities. `key`: file of the
     private key by which the server knows this site; "": a new one each time, for servers that let anybody in.
     Plain text is for this machine alone, unless `insecure`. `most_bytes`: of one received message.
+    `patience_s`: how long a site with a key of its own tries to get in: a little longer than a server holds a killed
+    one for alive; infinite where its operator is still to let it in.
     """
 
     server: str
@@ -52,6 +55,7 @@ class Access:
     insecure: bool = False
     max_wait_s: float | None = None
     most_bytes: int = 2**31
+    patience_s: float = 25.0
 
     @property
     def host(self) -> str:
@@ -62,6 +66,11 @@ class Access:
     def encrypted(self) -> bool:
         """Whether the connection is TLS: always beyond this machine, unless someone typed otherwise."""
         return bool(self.ca) or not (self.insecure or is_loopback(self.host))
+
+    @property
+    def proxy(self) -> HttpProxy | None:
+        """The proxy between this site and the server."""
+        return proxy_for(self.host)
 
     def check(self) -> None:
         """Raise SettingsError for what cannot work."""
@@ -87,7 +96,10 @@ class Access:
 
     def channel(self) -> grpc.Channel:
         """A new channel; those of one process share a connection."""
-        address = server_address(self.server)
+        address, proxy = server_address(self.server), self.proxy
+        # Said here, not left to gRPC: it reads fewer variables, and would send even loopback through a proxy.
+        through = ("grpc.http_proxy", proxy.url) if proxy else ("grpc.enable_http_proxy", 0)
+        options = [*_CHANNEL, *keepalive(), through]
         if not self.encrypted:
-            return grpc.insecure_channel(address, options=_CHANNEL)
-        return grpc.secure_channel(address, grpc.ssl_channel_credentials(self.authority()), options=_CHANNEL)
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(self.authority()), options=options)

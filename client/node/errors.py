@@ -44,6 +44,12 @@ def raise_unless_connection(error: grpc.RpcError) -> None:
     raise error
 
 
+def passing(error: grpc.RpcError) -> bool:
+    """Whether the server failed in a way that is its own and may pass: Flower's database was locked, say."""
+    own = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return error.code() in own and flower_code(error) is None and "larger than max" not in (error.details() or "")
+
+
 def reason(error: Exception) -> str:
     if flower_code(error) == REGISTRATION_DISABLED:
         return (
@@ -87,3 +93,10 @@ def cause(error: grpc.RpcError) -> str:
     text = error.details() or ""
     known = {"refused": "connection refused", "DNS": "unknown host name", "Deadline": "no answer"}
     return next((short for word, short in known.items() if word in text), text.rpartition(": ")[2])
+
+
+def brief(error: BaseException) -> str:
+    """An error in a line: passing ones are no reason for a page of where they came from."""
+    text = details(error) if isinstance(error, grpc.RpcError) else str(error)
+    line = " ".join(text.split())
+    return f"{type(error).__name__}: {line[:300]}" if not isinstance(error, grpc.RpcError) else line[:300]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-from flwr.app import Message
-from flwr.app.message import remove_content_from_message
+from flwr.app import Error, Message, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, ErrorCode
 from flwr.common.serde import message_to_proto
+from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -32,6 +34,9 @@ from flwr.proto.message_pb2 import (
     ObjectTree,
     PushObjectRequest,
     PushObjectResponse,
+)
+from flwr.proto.message_pb2 import (
+    Message as ProtoMessage,
 )
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import ApiErrorCode
@@ -62,14 +67,16 @@ from client.node.errors import (
     ServerForgot,
     Stopping,
     TooLarge,
+    brief,
     cause,
     details,
     flower_code,
+    passing,
     raise_unless_connection,
     reason,
     wrong_tls,
 )
-from common.deploy.keys import load_private
+from common.deploy.keys import fingerprint, load_private
 from common.errors import RunError, SettingsError
 from common.flower import PULL_BACKOFF_CAP_S, PULL_BACKOFF_S
 
@@ -77,17 +84,36 @@ log = logging.getLogger("client.node.resident")
 
 CALL_TIMEOUT_S = 30.0
 
-PATIENCE_S = 25.0
-"""How long a site with a key of its own tries to get in: a little longer than a server holds a killed one for alive."""
 AGAIN_S = 2.0
+REMIND_S = 600.0
+"""Between two lines that say that a site still waits to be let in."""
 
 OBJECT_TIMEOUT_S = 600.0
 
-# The server app sits beside the server and sends without pause: a message with a gap this long will not be completed.
 PART_S = 10.0
+"""A gap this long between two parts of a message is looked into: if a newer message has come, or the server has called
+the run over for want of heartbeats, its sender is gone. Otherwise it is slow."""
+GONE_S = 120.0
+"""A gap for which no sender is slow."""
+
+PASSING_S = 60.0
+"""How long a call is repeated whose failure is the server's own and may pass, such as a database that is locked."""
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A message that lies at the server: what is known before it is fetched."""
+
+    proto: ProtoMessage
+    tree: ObjectTree
+
+    @property
+    def run_id(self) -> int:
+        """Flower's number of the message's run."""
+        return int(self.proto.metadata.run_id)
 
 
 @dataclass
@@ -96,6 +122,8 @@ class Fleet:
 
     access: Access
     stop: threading.Event
+    changed: Callable[[bool], None] = lambda connected: None
+    """Told at once when the server stops answering, and when it answers again."""
     node: Node = field(default_factory=Node)
 
     def __post_init__(self) -> None:
@@ -107,8 +135,14 @@ class Fleet:
         self._stub = FleetStub(grpc.intercept_channel(self._channel, _VersionInterceptor(), signer))
         self._lock = threading.Lock()
         self._lost_since: float | None = None
+        self._ahead: Found | None = None
         self._left = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+
+    @property
+    def _way(self) -> str:
+        proxy = self.access.proxy
+        return f", through the proxy {proxy.address} ({proxy.variable})" if proxy else ""
 
     @property
     def connected(self) -> bool:
@@ -118,10 +152,11 @@ class Fleet:
     def join(self) -> None:
         """Register and activate this node and start its heartbeat.
 
-        A refusal is told at once and then tried again for `PATIENCE_S` seconds: the server may have just started and
-        not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
+        A refusal is told at once and then tried again for `patience_s` of its access: the server may have just started
+        and not know its sites yet, or still hold a process of this site that was killed. Raises SettingsError then.
         """
-        end, told = time.monotonic() + PATIENCE_S, ""
+        patience, told, until = self.access.patience_s, "", 0.0
+        end = time.monotonic() + patience
         while not self.node.node_id:
             try:
                 self.node = Node(node_id=self._enter())
@@ -129,12 +164,20 @@ class Fleet:
                 refused = f"the server at {self.address} refuses this node: {reason(error)}"
                 if time.monotonic() > end or not self.access.key:
                     raise SettingsError(refused) from None
-                if refused != told:
-                    log.warning("%s; trying again for %.0f s", refused, PATIENCE_S)
-                    told = refused
+                if refused != told or time.monotonic() > until:
+                    log.warning("%s; %s", refused, self._how_long(patience))
+                    told, until = refused, time.monotonic() + REMIND_S
                 if self.stop.wait(AGAIN_S):
                     raise Stopping from None
         self._heartbeat.start()
+
+    def _how_long(self, patience_s: float) -> str:
+        if patience_s < math.inf:
+            return f"trying again for {patience_s:.0f} s"
+        return (
+            "waiting, and joining by itself when its operator lets this site in: python -m server nodes add NAME "
+            f"--fingerprint {fingerprint(self._public_key)}"
+        )
 
     def _enter(self) -> int:
         if not self.access.key:
@@ -179,8 +222,19 @@ class Fleet:
             pass  # No server, or one that does not know us: then there is nothing to leave.
         self._channel.close()
 
-    def next_message(self) -> tuple[int, ObjectTree] | None:
-        """Run id and object ids of the next message for this node, if there is one."""
+    def next_message(self) -> Found | None:
+        """The next message for this node, if there is one."""
+        if self._ahead is not None:
+            found, self._ahead = self._ahead, None
+            return found
+        return self._look()
+
+    def _newer(self) -> bool:
+        """Whether another message has come for this node; it is the next one then."""
+        self._ahead = self._ahead or self._look()
+        return self._ahead is not None
+
+    def _look(self) -> Found | None:
         try:
             found = self._call("PullMessages", PullMessagesRequest(node=self.node))
         except grpc.RpcError as error:
@@ -188,20 +242,31 @@ class Fleet:
             return None
         if not found.messages_list:
             return None
-        return found.messages_list[0].metadata.run_id, found.message_object_trees[0]
+        return Found(found.messages_list[0], found.message_object_trees[0])
 
-    def receive(self, run_id: int, tree: ObjectTree) -> Message:
-        """Fetch a message, waiting for what the server app has not uploaded yet."""
+    def refusal(self, found: Found, why: str) -> Message:
+        """An answer to a message that is not fetched: nobody has to wait for the deadline."""
+        self._confirm(found)
+        asked = make_message(metadata_from_proto(found.proto.metadata), content=RecordDict())
+        asked.metadata.__dict__["_message_id"] = found.tree.object_id
+        return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, why), reply_to=asked)
+
+    def _confirm(self, found: Found) -> None:
+        got = ConfirmMessageReceivedRequest(node=self.node, run_id=found.run_id, message_object_id=found.tree.object_id)
+        self._call("ConfirmMessageReceived", got)
+
+    def receive(self, found: Found) -> Message:
+        """Fetch a message, waiting for what the server app has not uploaded yet. Raises TooLarge."""
+        run_id, tree = found.run_id, found.tree
         pull = make_pull_object_fn_protobuf(self._caller("PullObject"), self.node, run_id)
         contents = pull_objects(
             list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree))),
-            _bounded(_patient(pull), self.access.most_bytes),
+            _bounded(_patient(pull, self._newer), self.access.most_bytes),
             initial_backoff=PULL_BACKOFF_S,
             backoff_cap=PULL_BACKOFF_CAP_S,
             max_tries_per_object=None,
         )
-        got = ConfirmMessageReceivedRequest(node=self.node, run_id=run_id, message_object_id=tree.object_id)
-        self._call("ConfirmMessageReceived", got)
+        self._confirm(found)
         message = inflate_object_from_contents(tree.object_id, contents)
         if not isinstance(message, Message):
             raise TypeError(f"the server sent {type(message).__name__}, not a Message")
@@ -246,18 +311,34 @@ class Fleet:
     def _try(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> tuple[Any, bool]:
         """The answer, and whether the call was repeated: the server may have heard it before."""
         wait_s, repeated = 0.1, False
+        failing_since: float | None = None
         while True:
             try:
                 answer = getattr(self._stub, method)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                raise_unless_connection(error)
-                self._without_server(error)
+                if passing(error):
+                    failing_since = failing_since or time.monotonic()
+                    if time.monotonic() - failing_since > PASSING_S or self.stop.is_set():
+                        raise
+                    log.info("the server at %s failed (%s); %s again", self.address, brief(error), method)
+                else:
+                    raise_unless_connection(error)
+                    self._without_server(error)
                 repeated = True
             else:
-                self._lost_since = None
+                self._with_server()
                 return answer, repeated
             self.stop.wait(wait_s * random.uniform(0.8, 1.2))
             wait_s = min(wait_s * 1.5, 2.0)
+
+    def _with_server(self) -> None:
+        if self._lost_since is None:
+            return
+        with self._lock:
+            since, self._lost_since = self._lost_since, None
+        if since is not None:
+            log.info("the server at %s answers again after %.0f s", self.address, time.monotonic() - since)
+            self.changed(self.connected)
 
     def _without_server(self, error: grpc.RpcError) -> None:
         if self.stop.is_set():
@@ -268,11 +349,13 @@ class Fleet:
                 self._lost_since = now
                 if not self.node.node_id and (wrong := wrong_tls(error, self.access)):
                     raise SettingsError(f"--server: {self.address}: {wrong}")
-                log.warning("no Flower server at %s yet (%s), retrying", self.address, cause(error))
+                yet = "any more" if self.node.node_id else "yet"
+                log.warning("no Flower server at %s %s (%s%s), retrying", self.address, yet, cause(error), self._way)
+                self.changed(False)
             most = self.access.max_wait_s
             if most is not None and now - self._lost_since >= most:
                 waited = f"{most:g} s"
-                raise RunError(f"no Flower server at {self.address} for {waited}: {cause(error)}")
+                raise RunError(f"no Flower server at {self.address} for {waited}: {cause(error)}{self._way}")
 
     def _send_heartbeats(self) -> None:
         # In time for two tries within the interval. A failure is left to the next call of the main loop.
@@ -295,17 +378,27 @@ class _VersionInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[mis
         return continuation(details._replace(metadata=metadata), request)
 
 
-def _patient(pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
-    """`pull`, that raises once no further part has come for `PART_S` seconds: the server app died while sending."""
-    latest = time.monotonic()
+def _patient(pull: Callable[[str], bytes], newer: Callable[[], bool]) -> Callable[[str], bytes]:
+    """`pull`, that raises SenderGone where the parts of a message stopped coming because its server app died.
+
+    `newer()`: whether another message has come meanwhile, which it would not while this one is being sent.
+    """
+    latest = looked = time.monotonic()
+    lock = threading.Lock()
 
     def patient(object_id: str) -> bytes:
-        nonlocal latest
+        nonlocal latest, looked
         try:
             content = pull(object_id)
         except ObjectUnavailableError:
-            if time.monotonic() - latest > PART_S:
-                raise SenderGone(f"no part of a message has come for {PART_S:g} s; its sender is gone") from None
+            now = time.monotonic()
+            with lock:
+                due = now - max(latest, looked) > PART_S
+                looked = now if due else looked
+            if now - latest > GONE_S or (due and newer()):
+                raise SenderGone(
+                    f"no part of a message has come for {now - latest:.0f} s; its sender is gone"
+                ) from None
             raise
         latest = time.monotonic()
         return content

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
@@ -12,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 KINDS = ("train", "evaluate", "query")
-STATUSES = ("ok", "error", "empty", "memory-lost", "refused", "lost")
+STATUSES = ("ok", "error", "empty", "memory-lost", "refused", "lost", "waiting", "denied")
 VALUES = ("loss", "accuracy", "examples")
 
 
@@ -36,6 +37,7 @@ class ClientMetrics:
             return Gauge(f"fedkeel_client_{name}", text, ("name", *labels), registry=self.registry)
 
         self._connected = gauge("connected", "1: the server takes messages of this client for now.")
+        self._waiting = gauge("waiting_for_approval", "1: the server's run waits for somebody here to approve it.")
         self._messages = counter("messages", "Answered messages.", "kind", "status")
         self._seconds = counter("phase_seconds", "Time spent in the phases of messages.", "kind", "phase")
         self._bytes = counter("bytes", "Content of messages.", "direction")
@@ -46,6 +48,8 @@ class ClientMetrics:
             "examples": gauge("examples", "Examples of the last message.", "kind"),
         }
         self._online: dict[str, bool] = {}
+        self._waits: dict[str, bool] = {}
+        self._told: dict[str, str] = {}
         for name in self._names or ():
             self.connected(name, False)
 
@@ -55,9 +59,22 @@ class ClientMetrics:
         self._connected.labels(self._known(name)).set(yes)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the server holds all clients of this process, and who is missing."""
+        """Whether the server holds all clients of this process, who is missing, and what it said last of whom."""
         missing = sorted(name for name, yes in self._online.items() if not yes)
-        return bool(self._online) and not missing, {"not connected": missing}
+        return bool(self._online) and not missing, {
+            "not connected": missing,
+            "told": dict(self._told),
+            **self._approval(),
+        }
+
+    def told(self, name: str, notice: str) -> None:
+        """The server said why it refuses a client or dropped its upload: health shows the last word, with its time."""
+        self._told[self._known(name)] = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {notice}"
+
+    def _approval(self) -> dict[str, list[str]]:
+        """Whose run waits for somebody here: no fault, and nothing goes on without a person."""
+        waiting = sorted(name for name, yes in self._waits.items() if yes)
+        return {"waiting for approval": waiting} if waiting else {}
 
     def answered(
         self,
@@ -74,6 +91,8 @@ class ClientMetrics:
         Of `metrics` loss, accuracy and examples are shown.
         """
         name, kind = self._known(name), kind if kind in KINDS else "other"
+        self._waits[name] = status == "waiting"
+        self._waiting.labels(name).set(self._waits[name])
         self._messages.labels(name, kind, status if status in STATUSES else "other").inc()
         for phase in ("receive", "work", "send"):
             if phase in seconds:

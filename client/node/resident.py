@@ -21,14 +21,14 @@ from typing import Any, Protocol
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from client.memory.folder import open_memory
+from client.memory.folder import OpenMemory, open_memory
 from client.node.access import Access
 from client.node.audited import AuditFailed, SiteLog
-from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping
+from client.node.errors import RunOver, SenderGone, ServerForgot, Stopping, TooLarge, brief
 from client.node.fleet import Fleet
 from common.errors import RunError, SettingsError
 from strategies.protocol import wire
-from strategies.protocol.messages import outline
+from strategies.protocol.messages import notice_of, outline
 
 log = logging.getLogger("client.node.resident")
 
@@ -56,6 +56,9 @@ class Watch(Protocol):
     ) -> None:
         """One more message was answered."""
 
+    def told(self, name: str, notice: str) -> None:
+        """The server said why it refuses a client, or dropped its upload."""
+
 
 @dataclass(frozen=True)
 class NodeOptions:
@@ -69,13 +72,22 @@ class NodeOptions:
     memory: str = ""
     policy: str = ""
     gpu_memory_fraction: float = 0.0
+    allow_tasks: tuple[str, ...] = ()
+    trusted: bool = False
+    approve: str = ""
+    approvals: str = ""
+    held: OpenMemory | None = None
+    """The memory folder, if it has been taken already."""
     audit: str = ""
 
     @property
     def config(self) -> dict[str, bool | int | float | str]:
         """The settings as Flower passes them on."""
-        plain = {key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy")}
-        return {**plain, "gpu-memory-fraction": self.gpu_memory_fraction}
+        plain = {
+            key: getattr(self, key) for key in ("name", "device", "data", "memory", "policy", "approve", "approvals")
+        }
+        allowed = {"allow-tasks": " ".join(self.allow_tasks), "trusted": self.trusted}
+        return {**plain, **allowed, "gpu-memory-fraction": self.gpu_memory_fraction}
 
 
 @dataclass
@@ -116,7 +128,7 @@ def run_nodes(clients: Sequence[NodeOptions], app: App, stop: threading.Event, w
         for client in clients:
             client.access.check()
             if client.memory:
-                stack.enter_context(open_memory(client.memory))
+                stack.enter_context(client.held or open_memory(client.memory))
         threads = [
             threading.Thread(target=_guarded, args=(client, process, errors), name=client.name, daemon=True)
             for client in clients
@@ -173,7 +185,7 @@ def _unheard(what: str, outcome: str = "ok", **more: Any) -> None:
 def _join_and_serve(options: NodeOptions, process: Process, book: SiteLog | None) -> None:
     tell = book.tell if book else _unheard
     while not process.stop.is_set():
-        fleet = Fleet(options.access, process.stop)
+        fleet = Fleet(options.access, process.stop, lambda yes: _present(process, options, yes))
         try:
             fleet.join()
             log.info("joined %s as %s (node %d)", fleet.address, options.name, fleet.node.node_id)
@@ -186,9 +198,13 @@ def _join_and_serve(options: NodeOptions, process: Process, book: SiteLog | None
             break
         finally:
             fleet.leave()
-            if process.watch:
-                process.watch.connected(options.name, False)
+            _present(process, options, False)
     log.info("%s left %s", options.name, options.access.server)
+
+
+def _present(process: Process, options: NodeOptions, yes: bool) -> None:
+    if process.watch:
+        process.watch.connected(options.name, yes)
 
 
 def _serve(fleet: Fleet, options: NodeOptions, process: Process, book: SiteLog | None = None) -> None:
@@ -196,16 +212,15 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process, book: SiteLog |
     last_work = time.monotonic()
     while not process.stop.is_set():
         found = fleet.next_message()
-        if process.watch:
-            process.watch.connected(options.name, fleet.connected)
+        _present(process, options, fleet.connected)
         if found is None:
             process.pause(time.monotonic() - last_work)
             continue
         process.wake()
-        run_id, tree = found
+        run_id = found.run_id
         try:
             started = time.monotonic()
-            message = fleet.receive(run_id, tree)
+            message = fleet.receive(found)
             received = time.monotonic()
             if book:
                 book.received(message)
@@ -220,19 +235,26 @@ def _serve(fleet: Fleet, options: NodeOptions, process: Process, book: SiteLog |
             log.info("run %d has ended; its message is dropped", run_id)
         except SenderGone as error:
             log.warning("run %d: %s", run_id, error)
+        except TooLarge as error:
+            log.warning("run %d: %s; the server is told", run_id, error)
+            fleet.send(fleet.refusal(found, f"{options.name}: {error}"), 0.0)
         except AuditFailed as error:
             log.error("nothing is sent that cannot be written down: %s", error)
             why = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{options.name}: its audit log cannot be written")
             fleet.send(Message(why, reply_to=message), 0.0)
         except (ServerForgot, Stopping, RunError, SettingsError):
             raise
-        except Exception:
-            log.exception("run %d: a message could not be received or answered", run_id)
+        except Exception as error:
+            log.warning("run %d: a message could not be received or answered: %s", run_id, brief(error))
+            log.debug("the whole of it:", exc_info=True)
         last_work = time.monotonic()
 
 
 def _count(watch: Watch | None, name: str, message: Message, reply: Message, seconds: Mapping[str, float]) -> None:
     if watch is not None:
+        if notice := notice_of(message):
+            watch.told(name, notice)
+            return
         status, metrics = outline(reply)
         kind = message.metadata.message_type.partition(".")[0]
         down, up = (wire.size(each.content) if each.has_content() else 0 for each in (message, reply))
@@ -255,7 +277,8 @@ def _answer(app: App, message: Message, context: Context) -> Message:
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
         return reply
-    except Exception as error:
+    except Exception:
+        # Its text may hold what is this site's alone; client/reasons.py says what may leave.
         log.exception("run %d: the ClientApp failed", context.run_id)
-        reason = f"{context.node_config['name']}: {type(error).__name__}: {error}"
+        reason = f"client {context.node_config['name']}: failed: something went wrong at the site; its log has more"
         return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)

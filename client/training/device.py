@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from common.errors import SettingsError
+from common.errors import SiteError
 from common.experiment import LocalSettings
 from common.vector import State
 
@@ -23,14 +23,16 @@ def choose(name: str, memory_fraction: float = 0.0) -> torch.device:
     """The device called `name` (cpu, auto, cuda or cuda:N; "auto" is the first GPU, or the CPU without one).
 
     `memory_fraction`: the part of a GPU's memory that this process may take, for several clients on one GPU;
-    0: all of it. Raises SettingsError for a device that is unknown or absent and for a fraction that has no meaning.
+    0: all of it. Raises SiteError for a device that is unknown or absent and for a fraction that has no meaning.
     """
     device = _choose(name)
     if not 0 <= memory_fraction <= 1:
-        raise SettingsError(f"gpu-memory-fraction = {memory_fraction}: allowed: 0 (no limit) to 1")
+        raise SiteError("device-unusable", f"gpu-memory-fraction = {memory_fraction}: allowed: 0 (no limit) to 1")
     if memory_fraction:
         if device.type != "cuda":
-            raise SettingsError(f"gpu-memory-fraction = {memory_fraction} has no meaning with device {name!r}")
+            raise SiteError(
+                "device-unusable", f"gpu-memory-fraction = {memory_fraction} has no meaning with device {name!r}"
+            )
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     return device
 
@@ -45,14 +47,14 @@ def _choose(name: str) -> torch.device:
         return torch.device("cpu")
     kind, _, number = name.partition(":")
     if name != "auto" and (kind != "cuda" or (":" in name and not (number.isascii() and number.isdecimal()))):
-        raise SettingsError(f"device {name!r} is unknown; allowed: {ALLOWED}")
+        raise SiteError("device-unusable", f"device {name!r} is unknown; allowed: {ALLOWED}")
     index = int(number or 0)
     if not count:
         why = "this torch is built without CUDA" if torch.version.cuda is None else "this machine has no usable GPU"
-        raise SettingsError(f"device {name!r} was asked for and {why}; allowed here: cpu, auto")
+        raise SiteError("device-unusable", f"device {name!r} was asked for and {why}; allowed here: cpu, auto")
     if index >= count:
         here = ", ".join(f"cuda:{each} ({torch.cuda.get_device_name(each)})" for each in range(count))
-        raise SettingsError(f"device {name!r} was asked for and this machine has {here}")
+        raise SiteError("device-unusable", f"device {name!r} was asked for and this machine has {here}")
     # cuBLAS reads it when it starts; without it deterministic mode would refuse every matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device("cuda", index)

@@ -27,6 +27,7 @@ from common.seeds import generator
 from common.tasks.base import Task
 from common.vector import Layout, State
 from strategies.base import Part, Upload
+from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.messages import TrainHead
 
 
@@ -36,6 +37,10 @@ class Bench(Protocol):
     @property
     def experiment(self) -> Experiment:
         """The run's settings."""
+
+    @property
+    def strategy(self) -> Algorithm:
+        """The algorithm."""
 
     @property
     def task(self) -> Task:
@@ -70,6 +75,7 @@ class LocalWork:
         self.memory = memory
         self.kept: State = {}
         self.share = head.share
+        self._part, self._trackers = head.part, set(bench.strategy.trackers)
         self.num_examples = len(data.train)
         self.lr = head.lr
         self.settings = settings
@@ -239,6 +245,9 @@ class LocalWork:
 
     def upload(self, **vectors: Tensor) -> Upload:
         """Wrap what is to be sent, with the buffers as training left them."""
+        if self._part != 1:  # this client's number of examples changed: see `Coordinator.admit`
+            for name in self._trackers & vectors.keys() & self.memory.keys():
+                vectors[name] = torch.add(vectors[name], self.memory[name], alpha=1 - self._part)
         return Upload(
             vectors=vectors,
             examples=self.num_examples,

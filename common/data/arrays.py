@@ -20,9 +20,9 @@ from common.data.examples import Examples, pick
 from common.data.labels import agree, numbered, own_names
 from common.data.mosaic import read_mosaics
 from common.data.raw import Raw
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 from common.seeds import derive
-from common.settings import Section
+from common.settings import Opened, Section
 
 # What an array may be called; the first name that a file has is taken, unless the settings name one.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 class SourceSettings(Section):
     """Where labelled images or vectors come from and how they are read: the part of `[task]` that readers know."""
 
-    file: str | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
+    file: Opened | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
     inputs: str | None = Field(None, description="array or column of the training inputs; default: the first of KEYS")
     labels: str | None = Field(None, description="array or column of the training labels")
     groups: str | None = Field(None, description="array or column of the training examples' group ids")
@@ -167,18 +167,21 @@ def _declared_classes(file: NpzFile, path: Path) -> tuple[str, ...] | int | None
 def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype: str, source: str) -> Examples:
     """Tensors of checked arrays: uint8 inputs as they are, others in `dtype`; int64 targets."""
     if inputs is None or labels is None:
-        raise SettingsError(f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none")
+        raise SiteError(
+            "data-unreadable", f"{source}: has {'labels' if inputs is None else 'inputs'} only; allowed: both or none"
+        )
     if inputs.dtype.kind not in "fiu" or inputs.ndim not in (2, 3, 4):
-        raise SettingsError(
+        raise SiteError(
+            "data-shape",
             f"{source}: inputs are {inputs.dtype} {inputs.shape}; "
-            "allowed: numbers (n, d), (n, h, w) or (n, h, w, channels)"
+            "allowed: numbers (n, d), (n, h, w) or (n, h, w, channels)",
         )
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise SettingsError(f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers (n,)")
+        raise SiteError("data-labels", f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers (n,)")
     if len(inputs) != len(labels):
-        raise SettingsError(f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
+        raise SiteError("data-shape", f"{source}: {len(inputs)} inputs and {len(labels)} labels; they must be as many")
     if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
-        raise SettingsError(f"{source}: inputs hold NaN or infinite values")
+        raise SiteError("data-unreadable", f"{source}: inputs hold NaN or infinite values")
     values = inputs if inputs.dtype == np.uint8 else inputs.astype(dtype, copy=False)
     return Examples(torch.from_numpy(values), torch.from_numpy(labels.astype(np.int64)))
 
@@ -186,11 +189,14 @@ def examples_of(inputs: NDArray[Any] | None, labels: NDArray[Any] | None, dtype:
 def fit(examples: Examples, shape: tuple[int, ...], classes: int, source: str) -> None:
     """Check that examples have the run's input shape and classes."""
     if tuple(examples.inputs.shape[1:]) != shape:
-        raise SettingsError(f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}")
+        raise SiteError(
+            "data-shape", f"{source}: one input is {tuple(examples.inputs.shape[1:])}; this run's are {shape}"
+        )
     targets = examples.targets
     if len(targets) and not (targets.min() >= 0 and targets.max() < classes):
-        raise SettingsError(
-            f"{source}: labels from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {classes - 1}"
+        raise SiteError(
+            "data-labels",
+            f"{source}: labels from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {classes - 1}",
         )
 
 

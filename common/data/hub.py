@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from common.data.arrow import Column, Table
-from common.data.places import find
+from common.data.grant import granted
+from common.data.places import find, own
 from common.data.tables import dataset_table, library, read_table, splits
 from common.errors import SettingsError
 
@@ -41,7 +42,15 @@ class Corpus:
 def local_table(file: str, what: str, part: str = "train") -> tuple[Table, Path]:
     """The table in a file, or that part of a folder: as it is, else in FEDKEEL_DATA; `what` is the setting that names
     it."""
-    path = find(file, what, folders=True)
+    return _table(find(file, what, folders=True), part)
+
+
+def own_table(file: str, client: str) -> tuple[Table, Path]:
+    """The same for a client's own file, which it named itself."""
+    return _table(own(file, f"file of client {client!r}", folders=True), "train")
+
+
+def _table(path: Path, part: str) -> tuple[Table, Path]:
     return read_table(path, part if part in splits(path) else None), path
 
 
@@ -80,6 +89,7 @@ def reachable() -> bool:
 
 def _download(corpus: Corpus, here: str) -> Any:
     """The data set's splits from the hub or its cache."""
+    granted().download(corpus.folder, f"data set {corpus.folder!r}", own=True)
     with library() as datasets, _offline(datasets, not reachable()):
         try:
             return datasets.load_dataset(corpus.hub, corpus.config)

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import SettingsError
+from common.errors import SiteError
 
 Labels = NDArray[Any] | None
 """(n,): integers or text."""
@@ -41,23 +41,27 @@ def numbered(labels: Labels, names: tuple[str, ...] | None, source: str) -> Labe
     texts, inverse = np.unique(labels, return_inverse=True)
     if names is None:
         if not all(map(_number, texts.tolist())):
-            raise SettingsError(
+            raise SiteError(
+                "data-labels",
                 f"{source}: its labels are text ({_some(texts.tolist())}) and this run's classes have no names; give "
-                "them to both sides, in order, as task.classes = [...] in the experiment"
+                "them to both sides, in order, as task.classes = [...] in the experiment",
             )
         return texts.astype(np.int64)[inverse]
     places = {name: place for place, name in enumerate(names)}
     if unknown := [text for text in texts.tolist() if text not in places]:
-        raise SettingsError(f"{source}: labels {_some(unknown)} are none of this run's classes: {_some(names)}")
+        raise SiteError(
+            "data-labels", f"{source}: labels {_some(unknown)} are none of this run's classes: {_some(names)}"
+        )
     return np.array([places[text] for text in texts.tolist()], np.int64)[inverse]
 
 
 def agree(labels: Labels, declared: Classes, names: tuple[str, ...], source: str) -> None:
-    """Raise SettingsError if a source's numbers mean other classes than the run's."""
+    """Raise SiteError if a source's numbers mean other classes than the run's."""
     if isinstance(declared, tuple) and not _is_text(labels) and declared != names:
-        raise SettingsError(
+        raise SiteError(
+            "data-labels",
             f"{source}: its classes are {_some(declared)}; this run's are {_some(names)}: the same names, in the "
-            "same order, or labels as text"
+            "same order, or labels as text",
         )
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from common.data.arrays import SourceSettings
 from common.data.cache import FOLDER, folder, kept, path_of, stamp
+from common.data.grant import granted
 from common.data.labels import numbered
 from common.data.originals import Fetch, emnist, hub, mnist, torchvision
 from common.data.raw import Raw
 from common.data.sources import read_pooled
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 
 log = logging.getLogger("common.tasks")
 
@@ -156,8 +157,9 @@ def load(name: str, variant: str, settings: SourceSettings) -> tuple[Raw, str]:
         if root is not None:
             return _fetch(name, variant, root, False)
         if fetchable and settings.download:
+            granted().download(name, f"task.download = true of {name!r}", own=True)
             return _download(name, variant)
-        raise SettingsError(_absent(name, variant, [*map(str, places), str(held)], data))
+        raise SiteError("data-absent", _absent(name, variant, [*map(str, places), str(held)], data))
 
     if not held.is_file() and (root is None and not (fetchable and settings.download)):
         make()  # what nobody can give needs no lock

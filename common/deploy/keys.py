@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
+import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -55,10 +57,24 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def unreadable(path: Path) -> str:
+    """That a file is there and this user may not read it: whose it is, its mode, and who asks."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        return f"{str(path)!r} cannot be read: {error.strerror}"
+    return (
+        f"{str(path)!r} is there and cannot be read: it belongs to user {about.st_uid}, mode "
+        f"{stat.S_IMODE(about.st_mode):04o}, and this process runs as user {os.geteuid()}; give it to that user (chown)"
+    )
+
+
 def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
     """A site's private key. Raises SettingsError if the file is none."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except PermissionError:
+        raise SettingsError(f"--key: {unreadable(path)}") from None
     except OSError as error:
         raise SettingsError(f"--key: {str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -71,6 +87,11 @@ def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
             f"--key: {str(path)!r} is no EC P-384 key, which Flower asks for; make one with: python -m client keygen"
         )
     return key
+
+
+def public_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The public key in PEM of a private one."""
+    return key.public_key().public_bytes(*_PEM)
 
 
 def read_public(text: str | bytes, source: str) -> bytes:
@@ -100,3 +121,24 @@ def fingerprint(pem: bytes) -> str:
     """The short form of a public key that `ssh-keygen -lf` shows too."""
     blob = base64.b64decode(openssh(pem).split()[1])
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def spoken(fingerprint: str) -> str:
+    """A fingerprint to be read out over the phone: 64 hexadecimal digits in groups of four."""
+    digits = base64.b64decode(fingerprint.removeprefix("SHA256:") + "=").hex()
+    return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
+
+
+def read_fingerprint(text: str, source: str) -> str:
+    """A fingerprint as "SHA256:...", given so or as `spoken`. Raises SettingsError that names `source`."""
+    plain = re.sub(r"[\s:-]", "", text)
+    if re.fullmatch("[0-9A-Fa-f]{64}", plain):
+        return "SHA256:" + base64.b64encode(bytes.fromhex(plain)).decode().rstrip("=")
+    text = text.strip()
+    if re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", text):
+        digest = base64.b64decode(text.removeprefix("SHA256:") + "=")
+        if "SHA256:" + base64.b64encode(digest).decode().rstrip("=") == text:
+            return text
+    raise SettingsError(
+        f"{source}: {text[:80]!r} is no fingerprint; allowed: SHA256: and 43 letters, or 64 hexadecimal digits"
+    )

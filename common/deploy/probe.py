@@ -16,6 +16,7 @@ from cryptography import x509
 
 from common.deploy.addresses import ip_address
 from common.deploy.checks import Check, within
+from common.deploy.proxies import HttpProxy, proxy_for, unusable
 
 DNS_S, CONNECT_S, ANSWER_S = 4.0, 3.0, 3.0
 SOON = datetime.timedelta(days=30)
@@ -26,8 +27,20 @@ Spoken = Literal["http2", "http", "silent", "closed", "other"]
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
+def connect(host: str, port: int, timeout_s: float = CONNECT_S) -> socket.socket:
+    """A connection to a server the way a site's own goes: directly, or through the proxy that stands between. Raises
+    OSError."""
+    proxy = proxy_for(host)
+    return proxy.connect(host, port, timeout_s) if proxy else socket.create_connection((host, port), timeout_s)
+
+
 def name_resolves(host: str) -> Check:
-    """Whether a host name has an address."""
+    """Whether a host name has an address. Where a proxy stands between, that is the proxy's affair."""
+    if proxy := proxy_for(host):
+        return Check("proxy", True, f"{host} is reached through the proxy {proxy.address} ({proxy.variable})")
+    if variable := unusable(host):
+        advice = "name an HTTP proxy that allows CONNECT in https_proxy, or the server in no_proxy"
+        return Check("proxy", None, f"{variable} names a proxy that gRPC cannot use: connecting directly", advice)
     if ip_address(host):
         return Check("dns", True, f"{host} is an address")
     try:
@@ -42,11 +55,15 @@ def name_resolves(host: str) -> Check:
 
 def port_opens(host: str, port: int) -> Check:
     """Whether something accepts connections there, or how that fails."""
-    started = time.monotonic()
+    started, proxy = time.monotonic(), proxy_for(host)
+    way = f" through the proxy {proxy.address}" if proxy else ""
     try:
-        with socket.create_connection((host, port), CONNECT_S):
-            return Check("port", True, f"{host}:{port} accepts connections ({time.monotonic() - started:.3f} s)")
+        with connect(host, port):
+            took = time.monotonic() - started
+            return Check("port", True, f"{host}:{port} accepts connections{way} ({took:.3f} s)")
     except OSError as error:
+        if proxy:
+            return _not_through(proxy, host, port, error)
         known = {
             errno.ECONNREFUSED: ("refuses connections", "is the server up? does it listen on --host 0.0.0.0?"),
             errno.EHOSTUNREACH: ("cannot be reached", "is there a route, a VPN?"),
@@ -59,10 +76,23 @@ def port_opens(host: str, port: int) -> Check:
         return Check("port", False, f"{host}:{port} {words}", advice)
 
 
+def _not_through(proxy: HttpProxy, host: str, port: int, error: OSError) -> Check:
+    """What to make of a proxy through which a server is not reached."""
+    said = str(error)
+    advice = f"is {proxy.variable} right? no_proxy={host} goes past the proxy"
+    if "403" in said or "405" in said:
+        advice = f"ask for CONNECT to {host}:{port} to be allowed; many proxies allow port 443 alone"
+    elif "407" in said:
+        advice = f"the proxy asks who you are: {proxy.variable}=http://USER:PASSWORD@{proxy.address}"
+    elif "502" in said or "503" in said or "504" in said:
+        advice = "the proxy does not reach the server: is it up, and is this its name and port?"
+    return Check("port", False, f"{host}:{port} is not reached through the proxy {proxy.address}: {said}", advice)
+
+
 def spoken(host: str, port: int) -> Spoken:
     """What a server without TLS says to HTTP/2's first words."""
     try:
-        with socket.create_connection((host, port), CONNECT_S) as connection:
+        with connect(host, port) as connection:
             connection.settimeout(ANSWER_S)
             connection.sendall(_PREFACE)
             answer = connection.recv(16)
@@ -104,7 +134,7 @@ def trusted(host: str, port: int, ca: Path | None) -> str:
 def _secured(context: ssl.SSLContext, host: str, port: int) -> Iterator[ssl.SSLSocket]:
     context.set_alpn_protocols(["h2"])
     with (
-        socket.create_connection((host, port), CONNECT_S) as connection,
+        connect(host, port) as connection,
         context.wrap_socket(connection, server_hostname=host) as secured,
     ):
         yield secured

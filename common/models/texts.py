@@ -13,10 +13,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from common.data.grant import granted
 from common.data.hub import reachable
 from common.data.tokens import Encoder, pretrained, utf8, words
 from common.errors import SettingsError
-from common.settings import Section
+from common.settings import Opened, Section, shown
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -34,10 +35,10 @@ class ModelSettings(Section):
     length: int = Field(128, ge=1, description="tokens of a text; what is longer is cut")
     vocabulary: int | None = Field(None, ge=1, description="bag, lstm: buckets that words are hashed into")
     width: int | None = Field(None, ge=1, description="of embeddings and states; default 32 (bag), 128 (lstm), 768")
-    layers: int | None = Field(None, ge=1, description="of lstm and gpt2; default 1, 12")
+    layers: int | None = Field(None, ge=1, le=1000, description="of lstm and gpt2; default 1, 12")
     heads: int | None = Field(None, ge=1, description="of gpt2; default 12")
     dropout: float | None = Field(None, ge=0, lt=1, description="default 0, of gpt2 0.1")
-    pretrained: str = Field(
+    pretrained: Opened = Field(
         "", description="gpt2: a name on the hub or a folder; else random weights and bytes as tokens"
     )
     lora_rank: int = Field(0, ge=0, description="> 0: train adapters of that rank and the output layer alone")
@@ -215,8 +216,12 @@ def _check_config(settings: ModelSettings, config: Any) -> None:
 
 
 def _source(settings: ModelSettings) -> str:
-    folder = Path(settings.pretrained).expanduser()
-    return str(folder) if folder.is_dir() else settings.pretrained
+    """The folder or the name on the hub that `pretrained` is. Raises Denied for what the site has not granted."""
+    folder = Path(os.path.expanduser(settings.pretrained))
+    if granted().file(settings.pretrained) and folder.is_dir():
+        return str(folder)
+    granted().download(settings.pretrained, f"task.pretrained = {shown(settings.pretrained)}")
+    return settings.pretrained
 
 
 @contextmanager

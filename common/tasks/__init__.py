@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pkgutil import resolve_name
 
-from common.errors import SettingsError, not_one_of
+from common.data.grant import granted
+from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
 from common.tasks.base import Task
 
@@ -37,7 +38,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     keys of `[task]` beside `name`, and returns a `Task`.
 
     Raises SettingsError for an unknown name or key, for data that cannot be used, and for whatever goes wrong
-    in a function of one's own.
+    in a function of one's own; Denied, before it is imported, for one that the site has not allowed.
     """
     if settings.name in TASKS:
         task = resolve_name(TASKS[settings.name])(settings.options, partition, seed)
@@ -49,6 +50,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
 
 
 def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
+    granted().task(settings.name)
     what = f"task.name = {settings.name!r}"
     if not all(settings.name.partition(":")):
         raise SettingsError(f"{what}; allowed: package.module:function")
@@ -60,6 +62,8 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
         raise SettingsError(f"{what} is not a function but {type(function).__name__}: {function!r}")
     try:
         task = function(settings.options, partition, seed)
+    except Sayable:
+        raise
     except Exception as error:
         raise SettingsError(f"{what} with {settings.options} failed: {_cause(error)}") from error
     if not isinstance(task, Task):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.data.examples import ClientData, Examples, pick
-from common.errors import SettingsError
+from common.errors import SiteError
 from common.experiment import PartitionSettings
 from common.models.images import output_layer
 from common.partition.assignment import Assignment, split_holdout
@@ -64,16 +64,20 @@ class Classification(Task):
     def number(self, name: str) -> int:
         """The row of a client in the plan. Raises SettingsError if there is none."""
         if self.absent:
-            raise SettingsError(f"client {name!r} brings no data: in this experiment every site does (--data)")
+            raise SiteError(
+                "data-missing", f"client {name!r} brings no data: in this experiment every site does (--data)"
+            )
         names = self.names()
         if name not in names:
-            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
+            raise SiteError("client-unknown", f"client {name!r}: no such client; allowed: '0' to {names[-1]!r}")
         return int(name)
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """The examples that the plan gives to client `name`."""
         if file is not None:
-            raise SettingsError(f"client {name!r}: this task reads no file of a site ({file!r}); task 'images' does")
+            raise SiteError(
+                "data-unused", f"client {name!r}: this task reads no file of a site ({file!r}); task 'images' does"
+            )
         number, pool = self.number(name), self.pool()
         own = ClientData(pick(pool, self.assignment.clients[number]), pick(pool, self.assignment.holdout[number]))
         return shifted(own, self.assignment, number)

@@ -17,6 +17,7 @@ from common.data.examples import ClientData, Examples, pick
 from common.data.labels import agree, numbered
 from common.data.named_images import DATASETS, load
 from common.data.places import find
+from common.data.places import own as own_file
 from common.data.sources import read, read_pooled
 from common.errors import SettingsError, not_one_of
 from common.experiment import PartitionSettings
@@ -202,7 +203,7 @@ class Images(Classification):
         """
         if file is None:
             return super().client(name)
-        path = find(file, f"file of client {name!r}", folders=True)
+        path = own_file(file, f"file of client {name!r}", folders=True)
         raw, source = read(path, self.settings, self.shape), str(path)
         if (names := self.class_names) is not None:
             agree(raw.labels, raw.classes, names, source)

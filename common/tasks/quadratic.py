@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from common.data.arrays import opened
 from common.data.examples import ClientData, Examples
 from common.data.places import find
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
-from common.settings import Section, checked
+from common.settings import Opened, Section, checked
 from common.tasks.base import Task
 from common.tasks.classification import DTYPES
 
@@ -32,7 +32,7 @@ KEYS = {"centers": "nd", "curvatures": "nd", "steps": "n", "examples": "n", "sta
 class QuadraticSettings(Section):
     """`[task] name = "quadratic"`."""
 
-    file: str
+    file: Opened
     dtype: Literal["float32", "float64"] = "float32"
 
 
@@ -89,9 +89,11 @@ class Quadratic(Task):
     def client(self, name: str, file: str | None = None) -> ClientData:
         """n_i training examples, as many for evaluation, and tau_i steps. A batch is the row i, b times."""
         if file is not None:
-            raise SettingsError(f"client {name!r}: task 'quadratic' reads no file of a site ({file!r})")
+            raise SiteError("data-unused", f"client {name!r}: task 'quadratic' reads no file of a site ({file!r})")
         if name not in self.names():
-            raise SettingsError(f"client {name!r}: no such client; allowed: '0' to '{len(self.centers) - 1}'")
+            raise SiteError(
+                "client-unknown", f"client {name!r}: no such client; allowed: '0' to '{len(self.centers) - 1}'"
+            )
         row = torch.full((int(self.arrays["examples"][int(name)]),), int(name))
         examples = Examples(row, row)
         return ClientData(examples, examples, int(self.arrays["steps"][int(name)]))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.data.examples import ClientData, Examples
-from common.data.hub import Corpus, local_table, read_corpus
+from common.data.hub import Corpus, local_table, own_table, read_corpus
 from common.data.speeches import LETTERS, Bytes, Indices, Role, roles, windows
 from common.errors import SettingsError
 from common.experiment import PartitionSettings
@@ -23,7 +23,7 @@ from common.models.texts import recurrent
 from common.partition.assignment import Assignment, assignment_of
 from common.partition.make import make_assignment
 from common.partition.shift import check_shift
-from common.settings import Section, checked
+from common.settings import Opened, Section, checked
 from common.tasks.classification import Classification
 
 CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"), test=())
@@ -32,7 +32,7 @@ CORPUS = Corpus("shakespeare", "flwrlabs/shakespeare", train=("train", "roles"),
 class ShakespeareSettings(Section):
     """`[task] name = "shakespeare"`."""
 
-    file: str | None = Field(None, description="of roles; default: shakespeare/ in FEDKEEL_DATA, else a download")
+    file: Opened | None = Field(None, description="of roles; default: shakespeare/ in FEDKEEL_DATA, else a download")
     length: int = Field(80, ge=1, description="characters that the model sees")
     predict: Literal["last", "all"] = Field(
         "last", description="the character after them (LEAF), or after each of them"
@@ -40,7 +40,7 @@ class ShakespeareSettings(Section):
     stride: int | None = Field(None, ge=1, description="characters between windows; default: 1, or `length` for all")
     min_samples: int = Field(10, ge=1, description="roles with fewer windows are left out")
     width: int = Field(256, ge=1, description="units of each LSTM layer; 64 suits two cores")
-    layers: int = Field(2, ge=1)
+    layers: int = Field(2, ge=1, le=1000)
     embedding: int = Field(8, ge=1)
 
 
@@ -160,7 +160,7 @@ class Shakespeare(Classification):
         return self._data(self._text, starts, self.assignment.clients[number], self.assignment.holdout[number])
 
     def _site(self, name: str, file: str) -> ClientData:
-        table, _ = local_table(file, f"file of client {name!r}")
+        table, _ = own_table(file, name)
         held = roles(table, file)
         starts = self._starts(held)
         text = np.concatenate([*(role.text for role in held), np.zeros(0, np.uint8)])

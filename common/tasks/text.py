@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from common.data.arrays import drawn
 from common.data.arrow import Column, Table
 from common.data.examples import ClientData, Examples
-from common.data.hub import Corpus, local_table, read_corpus
+from common.data.hub import Corpus, local_table, own_table, read_corpus
 from common.data.tables import column, read_table, splits
 from common.data.tokens import Encoder
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 from common.experiment import PartitionSettings
 from common.models.texts import Bag, Gpt2, Lstm, ModelSettings, encoder, text_model
-from common.settings import checked
+from common.settings import Opened, checked
 from common.tasks.classification import Classification
 
 TEXTS = ("text", "sentence", "content")
@@ -42,8 +42,8 @@ class CorpusSettings(ModelSettings):
 class TextSettings(CorpusSettings):
     """`[task] name = "text"`."""
 
-    file: str | None = Field(None, description="table or folder of tables; as it is, else in FEDKEEL_DATA")
-    test_file: str | None = Field(None, description="of the central test set; default: a part of `file`'s folder")
+    file: Opened | None = Field(None, description="table or folder of tables; as it is, else in FEDKEEL_DATA")
+    test_file: Opened | None = Field(None, description="of the central test set; default: a part of `file`'s folder")
     text: str | None = Field(None, description=f"column; default: the first of {', '.join(TEXTS)}")
     pair: str | None = Field(None, description="column of a second text, read after the first")
     label: str | None = Field(None, description=f"column; default: the first of {', '.join(LABELS)}")
@@ -139,10 +139,12 @@ class Text(Classification):
         if array.dtype.kind not in "iu":
             number = {name: i for i, name in enumerate(names)}
             if unknown := next((label for label in labels if str(label) not in number), None):
-                raise SettingsError(f"{source}: label {unknown!r}; allowed: {', '.join(names)}")
+                raise SiteError("data-labels", f"{source}: label {unknown!r}; allowed: {', '.join(names)}")
             return np.array([number[str(label)] for label in labels], np.int64)
         if array.min() < 0 or array.max() >= len(names):
-            raise SettingsError(f"{source}: labels from {array.min()} to {array.max()}; allowed: 0 to {len(names) - 1}")
+            raise SiteError(
+                "data-labels", f"{source}: labels from {array.min()} to {array.max()}; allowed: 0 to {len(names) - 1}"
+            )
         return array.astype(np.int64)
 
     @cached_property
@@ -203,7 +205,7 @@ class Text(Classification):
         """
         if file is None:
             return super().client(name)
-        table, path = local_table(file, f"file of client {name!r}")
+        table, path = own_table(file, name)
         own, _ = self._examples(table, str(path), name)
         return self.site(name, own)
 

@@ -28,60 +28,25 @@ def certs(
     ip: Annotated[list[str] | None, typer.Option(help="IP address that clients type; may be given again.")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder.")] = Path("certs"),
     days: Annotated[int, typer.Option(min=1, max=3650, help="Until the server's certificate expires.")] = 825,
+    beside: Annotated[
+        Path | None, typer.Option(help="The folder of the authority before this new one: OUT/trust.pem holds both.")
+    ] = None,
 ) -> None:
     """Make a certificate authority and the server's certificate, or with an authority that is there a new certificate.
 
     Sites get OUT/ca.pem. OUT/ca.key signs further certificates: keep it off the server.
     """
     with errors():
+        from common.deploy.kit import authorities
         from server.deploy import certs as authority
         from server.deploy import register
 
-        made = authority.write(out, host or [], ip or [], days)
+        made = authority.write(out, host or [], ip or [], days, beside)
         register.beside(made.certificate).try_record("certificate", "made", **register.certificate_of(made.certificate))
         typer.echo(f"{made.certificate}: {authority.describe(made.certificate)}")
-        typer.echo(f"sites need {made.ca}; keep {out / authority.CA_KEY} in a safe place")
-
-
-sites = typer.Typer(no_args_is_help=True, help="Which sites may join, by their public keys.")
-SiteFile = Annotated[Path, typer.Option("--file", dir_okay=False, help="The nodes file.")]
-
-
-@sites.command("add", epilog="Example: python -m server nodes add site-3 site-3.key.pub")
-def nodes_add(
-    name: Annotated[str, typer.Argument(help="The site's name: it can join under no other.")],
-    key: Annotated[Path, typer.Argument(help="Its public key, from `python -m client keygen`.")],
-    file: SiteFile = Path("nodes.toml"),
-) -> None:
-    """Allow a site. A server that runs with this file lets it in within seconds."""
-    with errors():
-        from server.deploy import nodes, register
-
-        known = nodes.add(file, name, key)
-        register.beside(file).try_record("node added", site=name, key=known, file=str(file))
-        typer.echo(f"{name} may join with key {known}")
-
-
-@sites.command("list")
-def nodes_list(file: SiteFile = Path("nodes.toml")) -> None:
-    """The sites that may join."""
-    with errors():
-        from common.deploy.keys import fingerprint
-        from server.deploy import nodes
-
-        for name, key in sorted(nodes.read(file).items()):
-            typer.echo(f"{name:20} {fingerprint(key)}")
-
-
-@sites.command("remove")
-def nodes_remove(name: str, file: SiteFile = Path("nodes.toml")) -> None:
-    """Shut a site out. Its key is never taken back: to return, it needs a new one."""
-    with errors():
-        from server.deploy import nodes, register
-
-        nodes.remove(file, name)
-        register.beside(file).try_record("node removed", site=name, file=str(file))
-        typer.echo(f"{name} is shut out")
+        for each in authorities(made.trust.read_bytes(), str(made.trust)):
+            typer.echo(f"authority {each.fingerprint} ({each.subject}, until {each.until})")
+        typer.echo(f"sites need {made.trust}; keep {out / authority.CA_KEY} in a safe place")
 
 
 def doctor(

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from common.deploy import probe
 from common.deploy.addresses import answers, ip_address, is_loopback, reachable
 from common.deploy.checks import VERSIONS_S, Check, each, private, show, versions, writable
-from common.errors import RunError
+from common.errors import RunError, SettingsError
 from common.flower import environment
+from server.commands.options import token_of
 
 # Imported where used: torch and Flower take seconds, and what cannot be imported is a line of its check.
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
+
+    from server.deploy.certs import Certificates
 
 PREPARE_S, ASK_S = 120.0, 8.0
 WRONG_CLOCK_S = 5.0
@@ -163,7 +166,7 @@ def _superlink(address: str, ca: Path | None) -> Iterator[Check]:
     from server.deploy.control import Control
 
     try:
-        online = [node for node in Control(address, ca).nodes() if node.status == "online"]
+        online = [node for node in Control(address, ca, token_of()).nodes() if node.status == "online"]
     except RunError as error:
         host, _, port = address.rpartition(":")
         spoken = probe.spoken(host.strip("[]"), int(port)) if port.isdecimal() else "closed"
@@ -206,12 +209,15 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
     """Files, key, chain, names and expiry of the certificates, and a TLS handshake with them."""
     from cryptography import x509
 
+    from common.deploy.kit import authorities
     from server.deploy.certs import ALWAYS_ADDRESSES, ALWAYS_HOSTS, Certificates
 
     files = Certificates(folder).require()
     certificate, authority = (
         x509.load_pem_x509_certificate(path.read_bytes()) for path in (files.certificate, files.ca)
     )
+    yield from _fits(files)
+    trusted = authorities(files.trust.read_bytes(), str(files.trust))
     renew = f"move server.pem and server.key of {folder} away and run `python -m server certs --out {folder}` again"
     yield _belongs(files.key, certificate, renew)
     yield from private("tls key", files.key)
@@ -220,7 +226,9 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
     yield from lasting
     if all(check.ok is not False for check in lasting):
         fault = probe.shakes_hands(files.certificate, files.key, files.ca)
-        yield Check("tls", not fault, fault or f"a client that trusts {files.ca} accepts the server", renew)
+        told = "; ".join(f"{held.fingerprint} ({held.subject}, until {held.until})" for held in trusted)
+        well = f"a client that trusts {files.ca} accepts the server; authorities of sites: {told}"
+        yield Check("tls", not fault, fault or well, renew)
     names = probe.names_of(certificate)
     missing = [name for name in dict.fromkeys(typed) if not probe.covers(certificate, name)]
     if missing:
@@ -232,6 +240,16 @@ def _certificates(folder: Path, typed: Sequence[str]) -> Iterator[Check]:
         yield Check("tls names", None, f"the certificate is for {', '.join(names)} alone: this machine", advice)
     else:
         yield Check("tls names", True, f"sites may type {', '.join(names)}")
+
+
+def _fits(files: Certificates) -> Iterator[Check]:
+    from server.deploy.certs import fits
+
+    try:
+        fits(files)
+    except SettingsError as error:
+        if "127.0.0.1" in str(error):  # the rest has checks of its own
+            yield Check("tls names", False, str(error), "ask whoever signs it for these names")
 
 
 def _belongs(key_path: Path, certificate: Certificate, renew: str) -> Check:
@@ -246,9 +264,14 @@ def _belongs(key_path: Path, certificate: Certificate, renew: str) -> Check:
 
 
 def _nodes(path: Path, certs: Path | None) -> Iterator[Check]:
-    from server.deploy.nodes import read
+    from server.deploy.nodes import read, today
 
-    found = read(path)
+    found, day = read(path), today()
+    for name, held in sorted(found.items()):
+        for key in held:
+            if said := key.ends_soon(day):
+                advice = f"a new one beside it: python -m server nodes add {name} NEW.pub --also; or a later --expires"
+                yield Check("nodes", None, f"the key {key.fingerprint} of {name} {said}", advice)
     if found:
         yield Check("nodes", True, f"{path}: {len(found)} sites may join: {', '.join(sorted(found))}")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +16,28 @@ from rich.console import Console
 from common import flower, portable
 from common.deploy import logs
 from common.deploy.logs import LogFormat
+from common.deploy.options import finite
 from common.errors import RunError, SettingsError
+from common.settings import text_of
+from server.rounds.stopping import Stopped
+
+TOKEN = "FEDKEEL_TOKEN"
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
+Clients = Annotated[
+    int | None, typer.Option(min=1, help="Another number of simulated clients than the file's partition.clients.")
+]
 Device = Annotated[str, typer.Option(help="Where clients train: cpu, auto, cuda, cuda:1.")]
 Gpus = Annotated[
-    float, typer.Option(min=0.01, help="With --engine flower on a GPU: the part of it that each actor takes.")
+    float,
+    typer.Option(
+        min=0.01, callback=finite, help="With --engine flower on a GPU: the part of it that each actor takes."
+    ),
 ]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to the round in hand.")]
+Grace = Annotated[float, typer.Option(min=0, callback=finite, help="Seconds that SIGTERM leaves to the round in hand.")]
 Host = Annotated[str, typer.Option(help="Where clients join; 0.0.0.0 is every address of this machine.")]
 FleetPort = Annotated[int, typer.Option(min=1, max=65535, help="Where clients join (gRPC).")]
 ControlHost = Annotated[
@@ -42,9 +54,13 @@ NodesFile = Annotated[
 State = Annotated[
     Path | None, typer.Option(file_okay=False, help="Folder of Flower's database. Without: it ends with the process.")
 ]
-Audit = Annotated[
+UsersFile = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, help="The audit log. Default: audit.jsonl in --state, of a run in its folder."),
+    typer.Option("--users", dir_okay=False, help="The control port is for these; see `python -m server users`."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Who you are for a SuperLink with --users. Default: FEDKEEL_TOKEN."),
 ]
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
@@ -75,6 +91,14 @@ Cohort = Annotated[
 ]
 
 
+def token_of(file: Path | None = None) -> str:
+    """The token of whoever types this command: of a file, else of the environment; never of the command line, which
+    every user of the machine can read."""
+    if file is None:
+        return os.environ.get(TOKEN, "").strip()
+    return text_of(file, "token file").strip()
+
+
 @contextmanager
 def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     """One message and an exit code instead of a stack trace: 2 for what the user wrote, 1 for a failed run."""
@@ -92,6 +116,8 @@ def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     except RunError as error:
         console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
+    except Stopped:
+        console.print("stopped before it began")
     except KeyboardInterrupt:
         console.print("stopped; go on with --resume")
         sys.exit(130)

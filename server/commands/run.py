@@ -16,8 +16,8 @@ from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
-    Audit,
     Certs,
+    Clients,
     Cohort,
     ControlHost,
     ControlPort,
@@ -36,9 +36,12 @@ from server.commands.options import (
     RunDir,
     Seed,
     State,
+    TokenFile,
+    UsersFile,
     errors,
+    token_of,
 )
-from server.rounds.stopping import GRACE_S, StopOnSignal
+from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
 if TYPE_CHECKING:
     from server.rounds.folder import RunFolder
@@ -77,14 +80,14 @@ def simulate(
     With --cohort the clients of a round train as one batched model: faster for many clients with a tiny model, equal to
     the ordinary way to rounding and not bit for bit. See docs/benchmarks.md.
     """
-    with errors():
+    with errors(), StopOnSignal(grace) as stop:
         if cohort is not None and engine is Engine.flower:
             raise SettingsError("--cohort with --engine flower: allowed: --engine inprocess")
         from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably)
-        with StopOnSignal(grace) as stop, Display(settings.name, settings.rounds) as display:
+        with Display(settings.name, settings.rounds) as display:
             if engine is Engine.flower:
                 from server.engines import vce
 
@@ -118,7 +121,7 @@ def local(
     portably: Portable = False,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
-    with errors():
+    with errors(), stop_on_signals(grace) as stop:
         from common.tasks.base import NO_CLIENTS
         from server.deploy import federation
         from server.rounds.prepare import prepare
@@ -128,7 +131,7 @@ def local(
         if not (names := prepare(settings).task.names()):
             raise SettingsError(NO_CLIENTS)
         with Display(settings.name, settings.rounds) as display:
-            federation.run(settings, folder, display, resume=resume, names=names, device=device, grace_s=grace)
+            federation.run(settings, folder, display, resume=resume, names=names, device=device, stop=stop)
         _conclude(folder, display)
 
 
@@ -140,6 +143,7 @@ def run(
         bool, typer.Option("--resume-or-start", help="Go on from the latest checkpoint if there is one, else begin.")
     ] = False,
     seed: Seed = None,
+    clients: Clients = None,
     superlink: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Submit to this control address instead of starting a SuperLink."),
@@ -147,6 +151,7 @@ def run(
     ca: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
     ] = None,
+    token_file: TokenFile = None,
     host: Host = LOOPBACK,
     fleet_port: FleetPort = 9092,
     control_host: ControlHost = LOOPBACK,
@@ -155,9 +160,9 @@ def run(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
-    audit: Audit = None,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -166,22 +171,22 @@ def run(
     Starts a SuperLink for it, or submits it to one that runs already (--superlink): then the run folder must lie where
     both see it. SIGTERM finishes the round in hand or voids it, then exits with 0; a second one ends at once.
     """
-    with errors(log_format):
+    with errors(log_format), stop_on_signals(grace) as stop:
         from server.deploy import federation
         from server.deploy.superlink import LinkOptions
         from server.rounds.prepare import prepare
         from server.watch.viewers import watched
 
-        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, audit)
-        control = federation.running_link(superlink, ca, options) if superlink else None
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
         prepare(settings)
         with watched(settings, metrics, log_format) as display:
             if control is not None:
-                federation.attach(settings, folder, display, resume=resume, control=control, grace_s=grace, audit=audit)
+                federation.attach(settings, folder, display, resume=resume, control=control, stop=stop)
             else:
-                federation.run(settings, folder, display, resume=resume, options=options, grace_s=grace)
+                federation.run(settings, folder, display, resume=resume, options=options, stop=stop)
         _conclude(folder, display)
 
 
@@ -194,25 +199,32 @@ def superlink(
     insecure: Insecure = False,
     nodes: NodesFile = None,
     state: State = None,
+    users: UsersFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
-    audit: Audit = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs of the queue that go on side by side.")] = 1,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
     """Keep a SuperLink running for any number of runs (`run --superlink`) until SIGTERM or Ctrl-C."""
-    with errors(log_format):
+    with errors(log_format), StopOnSignal(grace) as stop:
         from server.deploy import service
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, audit)
-        with StopOnSignal(grace) as stop, endpoint(metrics, lambda: (service.healthy(options), {})):
-            service.serve(options, stop=stop, say=say(log_format), grace_s=grace)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        with endpoint(metrics, lambda: (service.healthy(options), {})):
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once)
 
 
 def _open(
-    path: Path, run_dir: Path | None, resume: bool, seed: int | None, portably: bool, either: bool = False
+    path: Path,
+    run_dir: Path | None,
+    resume: bool,
+    seed: int | None,
+    portably: bool,
+    either: bool = False,
+    clients: int | None = None,
 ) -> tuple[Experiment, RunFolder]:
     from common.partition import split_cache
     from server.rounds.folder import RunFolder, choose_folder
@@ -225,6 +237,9 @@ def _open(
     split_cache.share()
     if seed is not None:
         settings = settings.model_copy(update={"seed": seed})
+    if clients is not None:
+        partition = settings.partition.model_copy(update={"clients": clients})
+        settings = settings.model_copy(update={"partition": partition})
     if either and run_dir is None:
         run_dir = Path("runs") / settings.name
     folder = RunFolder(run_dir or choose_folder("runs", settings.name, resume))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from common import portable
+from common.deploy.options import finite
 from common.experiment import Experiment
 from server.commands.options import (
     Device,
@@ -72,7 +73,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Run folders, or folders that hold such.")],
     target: Annotated[
         list[float] | None,
-        typer.Option(help="Target accuracy; may be repeated. Default: those of the plans, else 0.9."),
+        typer.Option(callback=finite, help="Target accuracy; may be repeated. Default: those of the plans, else 0.9."),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="The HTML page.")] = Path("report.html"),
     tables: Annotated[

@@ -15,10 +15,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.deploy.addresses import ip_address
-from common.deploy.keys import private_pem, write_private
+from common.deploy.keys import private_pem, unreadable, write_private
 from common.errors import SettingsError
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "server.pem", "server.key"
+TRUST = "trust.pem"
+"""The new authority and the one before it: what sites trust while the server changes from one to the other."""
 
 # Flower's own helper processes reach the server by these.
 ALWAYS_HOSTS, ALWAYS_ADDRESSES = ("localhost",), ("127.0.0.1", "::1")
@@ -39,6 +41,12 @@ class Certificates:
         return self.folder / CA
 
     @property
+    def trust(self) -> Path:
+        """What sites are to trust: two authorities while one takes over from another, else `ca`."""
+        both = self.folder / TRUST
+        return both if both.exists() else self.ca
+
+    @property
     def certificate(self) -> Path:
         """The server's certificate."""
         return self.folder / CERTIFICATE
@@ -51,18 +59,46 @@ class Certificates:
     def require(self) -> Certificates:
         """Raise SettingsError if a file that the server needs is missing."""
         for path in (self.ca, self.certificate, self.key):
-            if not path.is_file() or not os.access(path, os.R_OK):
+            if path.is_file() and not os.access(path, os.R_OK):
+                raise SettingsError(f"--certs: {unreadable(path)}")
+            if not path.is_file():
                 raise SettingsError(
-                    f"--certs: {str(path)!r} is missing or cannot be read; make certificates with: "
+                    f"--certs: {str(path)!r} is missing; make certificates with: "
                     f"python -m server certs --host NAME --out {self.folder}"
                 )
         return self
 
 
-def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: int) -> Certificates:
+def fits(made: Certificates) -> None:
+    """Raise SettingsError for certificates, such as a company's own, with which a server would start and serve nobody:
+    a key without its certificate or with a password, or names that lack the one by which its own processes reach it."""
+    try:
+        certificate = x509.load_pem_x509_certificates(made.certificate.read_bytes())[0]
+        key = serialization.load_pem_private_key(made.key.read_bytes(), password=None)
+    except (ValueError, TypeError, OSError) as error:
+        raise SettingsError(
+            f"--certs: {made.certificate} and {made.key} are no certificate and key in PEM, without a password: {error}"
+        ) from None
+    public = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if certificate.public_key().public_bytes(*public) != key.public_key().public_bytes(*public):
+        raise SettingsError(f"--certs: {made.key} is not the key of {made.certificate}")
+    if ALWAYS_ADDRESSES[0] not in alternative_names(certificate):
+        names = ", ".join(alternative_names(certificate)) or "nothing"
+        raise SettingsError(
+            f"--certs: {made.certificate} is for {names}; the server's own processes reach it at 127.0.0.1: have it "
+            "issued for localhost and 127.0.0.1 too"
+        )
+    if certificate.not_valid_after_utc < _now():
+        raise SettingsError(f"--certs: {made.certificate} expired on {certificate.not_valid_after_utc:%Y-%m-%d}")
+
+
+def write(
+    folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: int, beside: Path | None = None
+) -> Certificates:
     """Make a server certificate for DNS names and IP addresses, signed by the folder's authority.
 
-    The authority is made if the folder has none, and used again if it has: then clients need no new file.
+    The authority is made if the folder has none, and used again if it has: then clients need no new file. `beside`: a
+    folder, or file, of the authority before this one: `trust` then holds both, for sites while the server changes over.
     Raises SettingsError if a name or an address is none or a server certificate is there already.
     """
     made = Certificates(folder)
@@ -73,6 +109,7 @@ def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: in
                 f"and leave {CA} and {CA_KEY}: clients then need no new file"
             )
     names = _names(hosts, addresses)
+    before = _before(beside, folder) if beside else b""
     authority, authority_key = _authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     lifetime = min(datetime.timedelta(days=days), authority.not_valid_after_utc - _now())
@@ -86,7 +123,22 @@ def write(folder: Path, hosts: Sequence[str], addresses: Sequence[str], days: in
     certificate = builder.sign(authority_key, hashes.SHA256())
     write_private(made.key, private_pem(key))
     made.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    if beside:
+        (folder / TRUST).write_bytes(made.ca.read_bytes() + before)
     return made
+
+
+def _before(beside: Path, folder: Path) -> bytes:
+    """The authority that sites trust so far."""
+    if (folder / CA).exists():
+        raise SettingsError(f"--beside: {str(folder)!r} has an authority already; a new one needs another --out")
+    file = Certificates(beside).ca if beside.is_dir() else beside
+    try:
+        content = file.read_bytes()
+        x509.load_pem_x509_certificates(content)
+    except (OSError, ValueError):
+        raise SettingsError(f"--beside: {str(file)!r} is no certificate in PEM that can be read") from None
+    return content
 
 
 def describe(path: Path) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import ssl
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from flwr.cli.build import build_fab_from_files
-from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.common.serde import fab_to_proto, user_config_from_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
     ListRunsRequest,
@@ -25,9 +27,17 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 
 from common.errors import RunError, SettingsError
 from common.flower import ROOT
+
+NEVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""In errors that stay however long one waits."""
+
+
+class NoAnswer(RunError):
+    """Nobody answers at a control address: the SuperLink is not there yet, or not any more."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class Control:
 
     address: str
     ca: Path | None = None
+    token: str = field(default="", repr=False)
+    """Who calls, where the SuperLink has `--users`."""
 
     def submit(self, project: Path = ROOT, run_config: Mapping[str, str | int | float | bool] | None = None) -> int:
         """Bundle the project folder, start a run of it and return its id.
@@ -97,6 +109,37 @@ class Control:
             first = next(iter(client.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0))), None)
         return first.log_output if first else ""
 
+    def runs(self) -> dict[int, tuple[RunStatus, str]]:
+        """All runs: how they are doing, and the claim that each was submitted with (see `RunFolder.claimed`)."""
+        with self._client() as client:
+            found = client.ListRuns(ListRunsRequest()).run_dict
+        return {
+            int(id): (
+                RunStatus(run.status.status, run.status.sub_status, run.status.details),
+                str(user_config_from_proto(run.override_config).get("claim", "")),
+            )
+            for id, run in found.items()
+        }
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """A call of our own beside Flower's, see `server/deploy/runs_api.py`: its answer, from JSON."""
+        scheme = "https" if self.ca else "http"
+        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            trust = ssl.create_default_context(cafile=str(self.ca)) if self.ca else True
+        except (OSError, ssl.SSLError) as error:
+            raise SettingsError(f"the authority's certificate {str(self.ca)!r} cannot be used: {error}") from None
+        try:
+            with httpx.Client(verify=trust, timeout=30.0) as client:
+                answer = client.request(
+                    method, f"{scheme}://{self.address}{path}", json=body if method == "POST" else None, headers=headers
+                )
+        except httpx.HTTPError as error:
+            raise RunError(f"no answer from the Flower server at {self.address}: {error}") from None
+        if answer.is_error:
+            raise RunError(f"the server at {self.address}: {_detail(answer)}")
+        return answer.json()
+
     def stop(self, run_id: int) -> None:
         """Stop a run; its server app ends within about half a minute."""
         with self._client() as client:
@@ -122,14 +165,28 @@ class Control:
         with self._client() as client:
             client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
 
+    def absent(self) -> str:
+        """Why no SuperLink answers, "" if one does, whatever it says. Raises SettingsError where it never will."""
+        try:
+            self.online()
+        except NoAnswer as error:
+            return str(error)
+        except RunError:
+            return ""
+        return ""
+
     @contextmanager
     def _client(self) -> Iterator[ControlHttpClient]:
+        own = [_Bearer(self.token)] if self.token else []
         try:
             client = ControlHttpClient.from_server_address(
                 self.address,
                 self.ca is None,
                 self.ca.read_bytes() if self.ca else None,
-                [RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+                [
+                    RuntimeVersionHttpInterceptor(component_name="flwr CLI"),
+                    *own,
+                ],
             )
         except (OSError, ValueError) as error:
             raise SettingsError(f"the authority's certificate {str(self.ca)!r} cannot be used: {error}") from None
@@ -140,9 +197,32 @@ class Control:
             text = " ".join(filter(None, (flower_error.message, flower_error.public_details))) if flower_error else ""
             raise RunError(f"the Flower server at {self.address}: {text or error}") from None
         except httpx.HTTPError as error:
-            raise RunError(f"no answer from the Flower server at {self.address}: {error}") from None
+            if any(word in str(error) for word in NEVER):
+                raise SettingsError(
+                    f"--superlink: {self.address}: {error}; is this its ca.pem, and its name?"
+                ) from None
+            raise NoAnswer(f"no answer from the Flower server at {self.address}: {error}") from None
         finally:
             client.close()
+
+
+class _Bearer:
+    """Says who calls."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        """Add the token."""
+        context.request.headers["authorization"] = f"Bearer {self._token}"
+        return call_next(context)
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
 
 
 def bundle(project: Path) -> bytes:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from flwr.supercore.address import parse_address
 
 from common.deploy.addresses import is_loopback
-from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
+from server.deploy.admission import Admission
 from server.deploy.clients import start_clients
 from server.deploy.control import Control
-from server.deploy.nodes import Admission
-from server.deploy.processes import hurry
-from server.deploy.register import registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.provenance import origin
-from server.rounds.stopping import GRACE_S, Stop, StopOnSignal
-from server.watch.audited import audit_of
+from server.rounds.stopping import Stop, Stopped, heed
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
+
+AGAIN_S, LOOK_S = 1.0, 0.1
+"""Between two looks for a SuperLink that is not there, and for a request to stop meanwhile."""
 
 
 def run(
@@ -40,30 +38,28 @@ def run(
     names: Sequence[str] = (),
     device: str = "cpu",
     options: LinkOptions | None = None,
-    grace_s: float = GRACE_S,
+    stop: Stop = lambda: None,
 ) -> None:
     """Run an experiment behind a SuperLink of its own, with resident clients `names` started here, and show its rounds.
 
-    Stops every process that it started, also after Ctrl-C or SIGTERM. Raises what ended the run.
+    Stops every process that it started, also when it is stopped. Raises what ended the run, and Stopped if `stop` asked
+    before it began.
     """
     options = options or LinkOptions()
     options.check()
     logs = folder.path / "logs"
-    link = SuperLink(logs / "superlink.log", options=options)
+    link = SuperLink(logs / "superlink.log", options=options, stop=stop)
     memory = folder.path / "memory"
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals(grace_s))
-        begin(folder, resume)
+        claim = stack.enter_context(folder.claimed(resume))
         # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a
         # round in hand must not be completed without those that stopped a moment earlier.
         clients = stack.enter_context(
             start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device)
         )
         stack.enter_context(link)
-        book = AuditLog(audit_of(folder, options.audit or ""))
-        heard = stack.enter_context(registered(None if names else book, options, display.say))
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, heard))
+            stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
         if not names:
             display.say(f"clients join with: {join_command(link.options)}")
 
@@ -72,13 +68,13 @@ def run(
         def trouble() -> str | None:
             for line in said.lines():
                 if "refused a node" in line:
-                    heard(line[line.index("refused a node") :])
+                    display.say(line[line.index("refused a node") :])
             for name, why in clients.newly_ended().items():
                 display.say(f"client {name} ended: {why}")
             return None if link.running else f"the SuperLink ended; its log: {link.log}"
 
         # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-        submitted(link.control, experiment, folder, display, resume, stop, trouble, book, strict=bool(names))
+        submitted(link.control, experiment, folder, display, resume, stop, trouble, bool(names), claim)
 
 
 def attach(
@@ -88,24 +84,58 @@ def attach(
     *,
     resume: bool,
     control: Control,
-    grace_s: float = GRACE_S,
-    audit: Path | None = None,
+    stop: Stop = lambda: None,
 ) -> None:
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
-    stops the run too, without finishing its round. With `resume`, a run that is going on is watched: this command may
-    have been killed and started again. Raises RunError if someone else stopped it.
+    stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that
+    is going on is watched: this command may have been killed and started again. A SuperLink that is not there is waited
+    for, at the start and in the middle; then the run goes on. Raises RunError if someone else stopped it.
     """
-    with stop_on_signals(grace_s) as stop:
+    lost = False
+    while True:
+        _wait_for(control, display, stop)
+        try:
+            return _attached(experiment, folder, display, resume, control, stop)
+        except RunError as error:
+            if stop() is not None or (not lost and not control.absent()):
+                raise
+            # Its SuperLink is gone, and what it ran with it: no fault of the run, nor is what ends late then.
+            lost = not lost
+            display.say(f"the SuperLink at {control.address} was gone ({error}); the run goes on with it")
+            resume = folder.holds_run()
+
+
+def _wait_for(control: Control, display: Viewer, stop: Stop) -> None:
+    """Until a SuperLink answers; raises Stopped if `stop` asks for it first."""
+    said = False
+    while why := control.absent():
+        if not said:
+            display.say(f"no SuperLink at {control.address} yet, waiting: {why}")
+            said = True
+        end = time.monotonic() + AGAIN_S
+        while time.monotonic() < end:
+            if stop() is not None:
+                raise Stopped
+            time.sleep(LOOK_S)
+    if said:
+        display.say(f"the SuperLink at {control.address} is here")
+
+
+def _attached(
+    experiment: Experiment, folder: RunFolder, display: Viewer, resume: bool, control: Control, stop: Stop
+) -> None:
+    with ExitStack() as stack:
         if resume and folder.in_use():
             display.say("this run is going on; its rounds follow")
             follow(folder, display, stop, _nothing, lambda: None if folder.in_use() else "the server app has died")
         else:
-            begin(folder, resume)
-            book = AuditLog(audit_of(folder, audit or ""))
-            submitted(control, experiment, folder, display, resume, stop, _nothing, book, strict=False)
-        if stop() is None and folder.status().get("status") == "stopped":
+            claim = stack.enter_context(folder.claimed(resume))
+            submitted(control, experiment, folder, display, resume, stop, _nothing, False, claim)
+        if stop() is None and folder.status().get("by"):
+            display.say(f"stopped by {folder.status()['by']}")  # on purpose: no supervisor is to begin it again
+        elif stop() is None and folder.status().get("status") == "stopped":
             # A supervisor that restarts this command after failures then goes on with the run.
             raise RunError("the run was stopped with its SuperLink; go on with --resume")
 
@@ -114,14 +144,16 @@ def _nothing() -> None:
     return None
 
 
-def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control:
+def running_link(address: str, ca: Path | None, options: LinkOptions, token: str = "") -> Control:
     """The SuperLink at a control address. Raises SettingsError for options that are another one's affair, and for an
     address on another machine that would be spoken to in plain text."""
     parsed = parse_address(address)
     if parsed is None or not parsed[0] or parsed[1] < 1:
         raise SettingsError(f"--superlink: {address!r} is not HOST:PORT, such as 127.0.0.1:8000")
-    if options.certificates or options.nodes or options.state:
-        raise SettingsError("--superlink: --certs, --nodes and --state are for the command that started that SuperLink")
+    if options.certificates or options.nodes or options.state or options.users:
+        raise SettingsError(
+            "--superlink: --certs, --nodes, --users and --state are for the command that started that SuperLink"
+        )
     if ca and options.insecure:
         raise SettingsError("--ca and --insecure contradict each other")
     if not (ca or options.insecure or is_loopback(parsed[0])):
@@ -129,14 +161,7 @@ def running_link(address: str, ca: Path | None, options: LinkOptions) -> Control
             f"--superlink: {address} is another machine and nothing would be encrypted: pass its ca.pem as --ca, or "
             "type --insecure if that is what you want"
         )
-    return Control(address, ca)
-
-
-def begin(folder: RunFolder, resume: bool) -> None:
-    """Look whether the folder is free, before anything starts."""
-    with folder.open(resume):
-        # The server app locks the folder itself; what an earlier run left there must not be taken for its word.
-        folder.set_status("starting")
+    return Control(address, ca, token)
 
 
 def submitted(
@@ -147,20 +172,24 @@ def submitted(
     resume: bool,
     stop: Stop,
     trouble: Callable[[], str | None],
-    book: AuditLog,
     strict: bool,
+    claim: str,
 ) -> None:
-    """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on."""
+    """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on, `claim` is the
+    folder's for it.
+
+    However this ends before the run does (a signal at any moment, no answer to what was submitted): the run ends too,
+    or never begins.
+    """
     config: dict[str, str | int | float | bool] = {
         "experiment-toml": experiment.toml(),
         "run-dir": str(folder.path),
         "resume": resume,
         "strict": strict,
+        "claim": claim,
         "submitted": json.dumps(origin()),
-        "audit": str(book.path),
     }
-    run_id = control.submit(ROOT, config)
-    book.try_record("submitted", run=folder.path.name, resume=resume, run_id=run_id, superlink=control.address)
+    run_id = 0
 
     def dead() -> str | None:
         answer = control.status(run_id)
@@ -169,21 +198,26 @@ def submitted(
         log = control.log(run_id).strip().splitlines()[-20:]
         return "\n".join([f"the server app ended: {answer.sub_status} {answer.details}", *log])
 
-    follow(folder, display, _noted(stop, book, folder.path.name), trouble, dead)
+    try:
+        heed(stop)
+        run_id = control.submit(ROOT, config)
+        follow(folder, display, stop, trouble, dead, claim)
+    except BaseException as error:
+        if run_id and stop() is None and not isinstance(error, KeyboardInterrupt):
+            raise  # whoever resumes it watches it again
+        folder.stop.ask(0)
+        folder.withdraw(claim)
+        _stop_for_good(control, run_id)
+        raise
+    if folder.status().get("claim") != claim:  # withdrawn before it began
+        _stop_for_good(control, run_id)
 
 
-def _noted(stop: Stop, book: AuditLog, run: str) -> Stop:
-    """`stop`, and that somebody asked is written down once."""
-    told: list[float] = []
-
-    def asked() -> float | None:
-        until = stop()
-        if until is not None and not told:
-            told.append(until)
-            book.try_record("stop", "asked", run=run)
-        return until
-
-    return asked
+def _stop_for_good(control: Control, run_id: int) -> None:
+    """Spare the SuperLink the start of a server app that would end at once."""
+    with suppress(RunError, SettingsError):
+        if run_id and not control.status(run_id).over:
+            control.stop(run_id)
 
 
 def join_command(options: LinkOptions) -> str:
@@ -193,24 +227,3 @@ def join_command(options: LinkOptions) -> str:
     key = " --key NAME.key" if options.nodes else ""
     plain = " --insecure" if options.insecure else ""
     return f"python -m client join --server {host}:{options.fleet_port} --name NAME{tls}{key}{plain}"
-
-
-@contextmanager
-def stop_on_signals(grace_s: float) -> Iterator[Stop]:
-    """SIGTERM asks to stop; the second one, or Ctrl-C, unwinds at once, so that what was started is stopped too.
-
-    While it is, further signals wait.
-    """
-
-    def unwind(number: int = 0, frame: Any = None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        hurry()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, unwind)
-    try:
-        with StopOnSignal(grace_s, at_once=unwind) as stop:
-            yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from common.deploy.addresses import LOOPBACK
+from server.rounds.stopping import patience
 
 _TAG = "FEDKEEL_FAMILY"
 
@@ -112,28 +113,21 @@ class Family:
         return found
 
 
-_longest_grace_s = float("inf")
-
-
-def hurry(grace_s: float = 2.0) -> None:
-    """From now on nothing that this process stops is waited for longer than `grace_s` seconds."""
-    global _longest_grace_s
-    _longest_grace_s = grace_s
-
-
 def stop(families: Sequence[Family], grace_s: float) -> None:
     """Ask all families to end, wait up to `grace_s` seconds, then kill what is left of them."""
     members = [process for family in families for process in family.members()]
     for process in members:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    psutil.wait_procs(members, timeout=min(grace_s, _longest_grace_s))
-    # Anew: a member may have started another one meanwhile.
-    rest = [process for family in families for process in family.members()]
-    for process in rest:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(rest, timeout=5)
+    try:
+        psutil.wait_procs(members, timeout=patience(grace_s))
+    finally:  # also when somebody asks a second time, and does not want to wait
+        # Anew: a member may have started another one meanwhile.
+        rest = [process for family in families for process in family.members()]
+        for process in rest:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(rest, timeout=5)
     for family in families:
         with contextlib.suppress(subprocess.TimeoutExpired):
             family.process.wait(timeout=5)

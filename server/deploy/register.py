@@ -24,9 +24,8 @@ _SITE = re.compile(r"site (\S+) (may join|was removed|cannot be registered)")
 
 
 def book_of(options: LinkOptions) -> AuditLog | None:
-    """The audit log of a SuperLink: where `--audit` says, else in `--state`; None without both."""
-    path = options.audit or (options.state / NAME if options.state else None)
-    return AuditLog(path) if path else None
+    """The audit log of a SuperLink: in `--state`; None without."""
+    return AuditLog(options.state / NAME) if options.state else None
 
 
 def beside(path: Path) -> AuditLog:

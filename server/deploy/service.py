@@ -14,9 +14,11 @@ import psutil
 
 from common.deploy.addresses import answers, reachable
 from common.errors import RunError
-from server.deploy.nodes import Admission
+from server.deploy.admission import Admission
+from server.deploy.queue import Queue
 from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
+from server.deploy.turns import Turns
 from server.rounds.stopping import GRACE_S, Stop
 from server.watch.tail import Tail
 
@@ -26,21 +28,24 @@ MOST_LOG_BYTES = 10 * 2**20
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace_s: float = GRACE_S) -> None:
+def serve(
+    options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace_s: float = GRACE_S, at_once: int = 1
+) -> None:
     """Run a SuperLink until `stop`; then let the server apps behind it finish the round in hand first.
 
     What it and the server apps print goes through `say`, so that all lines have one form. Raises SettingsError before
-    it starts, and RunError if it ends by itself.
+    it starts, and RunError if it ends by itself. `at_once`: how many runs of its queue go on side by side.
     """
     options.check()
     with ExitStack() as stack:
-        say = stack.enter_context(registered(book_of(options), options, say))
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-"))) / "superlink.log"
         link, printed = SuperLink(log, options=options), Tail(log)
+        say = stack.enter_context(registered(book_of(options), options, say))
         stack.callback(_repeat, printed, say)
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, say))
+            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks))
+        turns = stack.enter_context(Turns(Queue(link.books), link.control, say, at_once))
         how = "TLS" if options.certificates else "plain text"
         runs = f"{options.control_host}:{link.control_port}"
         say(f"SuperLink: clients at {options.host}:{link.fleet_port}, runs at {runs} ({how})")
@@ -51,6 +56,7 @@ def serve(options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace
             if log.stat().st_size > MOST_LOG_BYTES:
                 os.truncate(log, 0)  # said already; it is opened for appending
             time.sleep(LOOK_S)
+        turns.end()
         _let_finish(link.apps(), grace_s, say)
 
 

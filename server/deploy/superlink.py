@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -18,9 +19,13 @@ from common.deploy.addresses import LOOPBACK, answers, bracketed, is_loopback, r
 from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
-from server.deploy.certs import Certificates
+from server.deploy import waiting
+from server.deploy.certs import Certificates, fits
 from server.deploy.control import Control
-from server.deploy.processes import Family, held_ports, stop
+from server.deploy.processes import Family, held_ports
+from server.deploy.processes import stop as stop_families
+from server.deploy.users import read as read_users
+from server.rounds.stopping import Stop, heed
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class LinkOptions:
 
     `host`: for clients, over gRPC; `control_host`: for submitting runs, which is running code: not for the world.
     `certificates`: folder of `python -m server certs`; TLS on both legs. `nodes`: only sites of this file may join.
-    `state`: folder for Flower's database and home; without it both end with the process. `audit`: the audit log's file;
-    default: in `state`, of a run in its folder. None as a port: a free one.
+    `users`: the control port is for those of this file. `state`: folder for Flower's database and home, the queue and
+    the audit log; without it they end with the process. None as a port: a free one.
     """
 
     host: str = LOOPBACK
@@ -41,20 +46,22 @@ class LinkOptions:
     insecure: bool = False
     nodes: Path | None = None
     state: Path | None = None
-    audit: Path | None = None
+    users: Path | None = None
 
     def check(self) -> None:
         """Raise SettingsError for options that cannot work or would leave a connection open to all."""
         if self.certificates and self.insecure:
             raise SettingsError("--certs and --insecure contradict each other")
         if self.certificates:
-            Certificates(self.certificates).require()
+            fits(Certificates(self.certificates).require())
         for option, host in (("--host", self.host), ("--control-host", self.control_host)):
             if not (self.certificates or self.insecure or is_loopback(host)):
                 raise SettingsError(
                     f"{option} {host} is open to other machines and nothing would be encrypted: make certificates "
                     "with `python -m server certs` and pass --certs, or type --insecure if that is what you want"
                 )
+        if self.users:
+            read_users(self.users)
         if self.nodes:
             if not self.certificates:
                 raise SettingsError("--nodes needs --certs: Flower checks node keys over TLS only")
@@ -74,7 +81,7 @@ class SuperLink:
     """A `flower-superlink` of this environment; a context manager that stops all it started.
 
     `control`: for submitting runs; `fleet_address`: for clients. Entering waits until both ports answer, or raises
-    RunError with the end of the log.
+    RunError with the end of the log, or Stopped if `stop` asks for it meanwhile.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class SuperLink:
         control_port: int | None = None,
         options: LinkOptions | None = None,
         start_timeout_s: float = 60.0,
+        stop: Stop = lambda: None,
     ):
         spare = held_ports(2)
         given = options or LinkOptions(fleet_port=fleet_port, control_port=control_port)
@@ -93,7 +101,11 @@ class SuperLink:
         )
         self.log = log
         self._start_timeout_s = start_timeout_s
+        self._stop = stop
         self._stack = ExitStack()
+        self._token = secrets.token_urlsafe(32) if self.options.users else ""
+        self.books = Path()
+        """Where the queue, the audit log and who owns which run lie, once entered."""
 
     @property
     def fleet_port(self) -> int:
@@ -106,10 +118,15 @@ class SuperLink:
         return self.options.control_port or 0
 
     @property
+    def knocks(self) -> Path | None:
+        """The file of the keys that were refused and wait to be let in."""
+        return waiting.place(self.options.nodes, self.options.state) if self.options.nodes else None
+
+    @property
     def control(self) -> Control:
         """Where runs are submitted, from this machine."""
         certificates = self.options.certificates
-        return Control(self.control_address, Certificates(certificates).ca if certificates else None)
+        return Control(self.control_address, Certificates(certificates).ca if certificates else None, self._token)
 
     @property
     def control_address(self) -> str:
@@ -127,8 +144,12 @@ class SuperLink:
                 raise RunError(f"port {port} of {reachable(host)} is in use; is another server running?")
         with ExitStack() as stack:
             home = self._home(stack)
-            self.family = Family(self._command(), _server_environment(home), self.log)
-            stack.callback(stop, [self.family], 3.0)
+            self.books = self.options.state.resolve() if self.options.state else home
+            about = {"FEDKEEL_BOOKS": str(self.books)}
+            if self.options.users:
+                about |= {"FEDKEEL_USERS": str(self.options.users.resolve()), "FEDKEEL_OWN_TOKEN": self._token}
+            self.family = Family(self._command(), _server_environment(home, self.knocks) | about, self.log)
+            stack.callback(stop_families, [self.family], 3.0)
             self._wait()
             self._stack = stack.pop_all()
         return self
@@ -185,6 +206,7 @@ class SuperLink:
         end = time.monotonic() + self._start_timeout_s
         ports = ((self.control_port, self.options.control_host), (self.fleet_port, self.options.host))
         while not all(answers(port, reachable(host)) for port, host in ports):
+            heed(self._stop)
             if not self.running:
                 raise RunError(f"the Flower server ended while starting:\n{self.family.tail()}")
             if time.monotonic() > end:
@@ -193,10 +215,11 @@ class SuperLink:
             time.sleep(0.02)
 
 
-def _server_environment(home: Path) -> dict[str, str]:
+def _server_environment(home: Path, knocks: Path | None) -> dict[str, str]:
     # Flower starts its helpers by name: they must be the ones of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path}
+    told = {waiting.VARIABLE: str(knocks)} if knocks else {}
+    return {**environment(), "FLWR_HOME": str(home.resolve()), "PATH": path, **told}
 
 
 def _command_of(process: psutil.Process) -> list[str]:

@@ -135,6 +135,7 @@ def host_context(memory: str, device: str) -> Context:
         "memory": memory,
         "durable": False,
         "device": device,
+        "trusted": True,
     }
     return Context(run_id=0, node_id=NODE, node_config=config, state=RecordDict(), run_config={})
 

@@ -18,7 +18,7 @@ from strategies.protocol import wire
 from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import sample
-from strategies.protocol.messages import usable
+from strategies.protocol.messages import Undecided, usable
 
 TTL_MARGIN_S = 60.0
 
@@ -66,6 +66,8 @@ class Attempts:
         self.exchange = exchange
         self._kept = kept
         self._stop = stop
+        self._closes = 0.0
+        """When the try at hand ends: one deadline for all of its exchanges."""
 
     def make(self, round: int, number: int) -> Attempt:
         """The try `number` (from 0) at a round. Raises Stopped if `stop` asked for it before all have replied."""
@@ -87,8 +89,10 @@ class Attempts:
         on_time = [name for name in everyone if name not in late]
         wanted = min(wanted, len(on_time))
         enough = (lambda replies: sum(map(usable, replies.values())) >= wanted) if settings.over_select else None
+        self._closes = time.monotonic() + settings.deadline_s
         self._exchange_with(attempt, on_time, quorum, enough)
         roster.overdue(name for name, cause in attempt.causes.items() if cause == "timed out")
+        roster.tell({name: f"round {round}: {why}" for name, why in attempt.dropped.items() if name not in late})
         return attempt
 
     def _exchange_with(self, attempt: Attempt, names: list[str], quorum: int, enough: Enough | None) -> None:
@@ -107,8 +111,8 @@ class Attempts:
     def _ask(
         self, attempt: Attempt, names: list[str], enough: Enough | None, informed: State | None = None, phase: str = ""
     ) -> list[Upload]:
-        """One exchange with the clients named, with a deadline of its own: their valid uploads."""
-        coordinator, deadline_s = self.coordinator, self._experiment.round.deadline_s
+        """One exchange with the clients named, until the round's deadline: their valid uploads."""
+        coordinator, deadline_s = self.coordinator, max(0.0, self._closes - time.monotonic())
         with timed(attempt.seconds, "broadcast"):
             coordinator.keep = self._kept(coordinator.generation)
             members = [self.roster.members[name] for name in names]
@@ -133,6 +137,7 @@ class Attempts:
         attempt.dropped |= {name: str(error) for name, error in verdict.refused.items()}
         attempt.causes |= {name: error.kind for name, error in verdict.refused.items()}
         attempt.lost += verdict.lost
+        self.roster.withdraw({name: each for name, each in verdict.refused.items() if isinstance(each, Undecided)})
         return verdict.uploads
 
     def _inform(self, attempt: Attempt, uploads: list[Upload], quorum: int) -> State | None:

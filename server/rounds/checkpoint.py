@@ -19,6 +19,9 @@ from strategies.protocol.coordinator import Coordinator
 
 FORMAT = "1"
 
+DOUBTFUL = ".doubtful"
+"""Ending of a checkpoint that no run goes on from."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -33,6 +36,8 @@ class Checkpoint:
     buffers: State
     copies: State
     downlink: State
+    usual: dict[str, float]
+    stands: dict[str, int]
 
 
 class Checkpoints:
@@ -46,8 +51,11 @@ class Checkpoints:
         """`identities`: the experiment's, and others under which it may have been kept."""
         self._folder = folder
         self._identities = identities
-        self._keep = keep
+        # The newest is not yet known to be sound: the one before it stays until it is.
+        self._keep = max(keep, 2)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self.passed_over: list[str] = []
+        """What `latest` says of newer checkpoints that it did not take."""
         self._pending: Future[None] | None = None
         self._kept: dict[int, tuple[int, dict[str, int]]] = {}  # round -> generation, accepted
 
@@ -62,7 +70,8 @@ class Checkpoints:
             "generation": str(coordinator.generation),
             "accepted": json.dumps(coordinator.accepted),
             "known": json.dumps(coordinator.known),
-        }
+            "usual": json.dumps(coordinator.usual),
+        } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -95,31 +104,55 @@ class Checkpoints:
         tensors = unshared(tensors)
         with replacing(path) as temporary:
             save_file(tensors, temporary, {**about, "sha256": _digest(about, tensors)})
+        path.with_suffix(DOUBTFUL).unlink(missing_ok=True)
         self._kept[round] = int(about["generation"]), json.loads(about["accepted"])
         for old in sorted(self._kept)[: -self._keep]:
             (self._folder / f"{old:09d}.safetensors").unlink(missing_ok=True)
             del self._kept[old]
 
-    def latest(self) -> Checkpoint:
-        """The newest whole checkpoint.
+    def set_aside(self, round: int) -> int | None:
+        """Take the checkpoint of a round out of those that a run goes on from, because no upload made from its model
+        could be used; returns the round of the one before it, None if there is none and all stays as it is."""
+        self.wait()
+        before = max((each for each in self._kept if each < round), default=None)
+        path = self._folder / f"{round:09d}.safetensors"
+        if before is None or not path.exists():
+            return None
+        path.replace(path.with_suffix(DOUBTFUL))
+        del self._kept[round]
+        return before
+
+    def latest(self, identities: Sequence[str] = (), differing: str = "") -> Checkpoint:
+        """The newest whole checkpoint that was not set aside.
+
+        `identities`: instead of those given at first, where the run began with other settings that may change since;
+        `differing`: what the settings have that this run has not, for the error.
 
         Later files than that one (damaged) are removed. Raises SettingsError if there is none or if it belongs to
         another experiment.
         """
+        self._identities = identities or self._identities
         for path in sorted(self._folder.glob("*.safetensors"), reverse=True):
             loaded = read(path)
             if loaded is None:
                 path.unlink()
+                self.passed_over.append(f"that of round {int(path.stem)} is damaged")
                 continue
             checkpoint, identity = loaded
             if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change, and "
+                    f"deadline, quorum and the like (docs/operate.md){differing}"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:
                     self._kept[found[0].round] = found[0].generation, found[0].accepted
+            self.passed_over += [
+                f"that of round {int(path.stem)} is set aside, as no upload made from it was finite"
+                for path in sorted(self._folder.glob(f"*{DOUBTFUL}"))
+                if int(path.stem) > checkpoint.round
+            ]
             return checkpoint
         raise SettingsError(f"nothing to resume: no whole checkpoint in {str(self._folder)!r}")
 
@@ -151,5 +184,7 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         parts["buffers"],
         parts["copies"],
         parts["downlink"],
+        json.loads(about.get("usual", "{}")),
+        json.loads(about.get("stands", "{}")),
     )
     return checkpoint, about["identity"]

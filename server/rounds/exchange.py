@@ -11,10 +11,17 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from server.rounds import reply_limits
 from server.rounds.stopping import Stop
 
-# A look costs a SuperLink about 2 ms of the CPU time that uploads need.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 0.25, 0.02
+# A look costs a SuperLink up to 10 ms of the CPU time that uploads need.
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S, SHARE_OF_WAIT = 0.005, 2.0, 0.02
+
+
+def pause_after(waited_s: float, shortest_s: float = SHORTEST_PAUSE_S) -> float:
+    """Seconds until the next look after so many without news: a fiftieth of them, which is all that waiting costs."""
+    return min(LONGEST_PAUSE_S, max(shortest_s, waited_s * SHARE_OF_WAIT))
+
 
 NODES_S = 2.0
 """Between two looks for nodes that started anew and so lost what they were asked."""
@@ -46,6 +53,7 @@ class Exchange:
         error. Never sleeps longer than a fiftieth of the time waited so far.
         """
         started = looked = time.monotonic()
+        ends = started + deadline_s
         waiting: dict[int, deque[str]] = defaultdict(deque)
         for name, message in messages.items():
             waiting[message.metadata.dst_node_id].append(name)
@@ -55,7 +63,9 @@ class Exchange:
         self._count_late()
         pause = SHORTEST_PAUSE_S
         while names:
-            arrived = list(self.grid.pull_messages(list(names)))
+            pulled = time.monotonic()
+            with reply_limits.whole_by(lambda: self._until(ends)):
+                arrived = list(self.grid.pull_messages(list(names)))
             if not arrived and time.monotonic() - looked > NODES_S:
                 arrived, looked = self._crashed(messages, names), time.monotonic()
             freed: list[str] = []
@@ -67,12 +77,14 @@ class Exchange:
                 replies[name] = reply
                 freed += self._next(messages[name].metadata.dst_node_id, waiting, 1)
             self._push(freed, messages, names)
-            now, until = time.monotonic(), self._until(started + deadline_s)
+            now, until = time.monotonic(), self._until(ends)
+            if arrived and now >= until > pulled:
+                continue  # One upload that trickled in may have hidden others that are here.
             if now >= until or (arrived and enough is not None and enough(replies)):
                 break
             if not arrived:
                 time.sleep(min(pause, max(0.0, until - now)))
-                pause = min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, (now - started) * SHARE_OF_WAIT))
+                pause = pause_after(now - started)
         self._forgotten |= names.keys()
         return replies
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -47,11 +48,14 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @contextmanager
-    def open(self, resume: bool) -> Iterator[None]:
+    def open(self, resume: bool, claim: str = "") -> Iterator[None]:
         """Lock the folder. A new one goes again if nothing ran.
 
-        Raises SettingsError if another process uses it, if it holds a run and `resume` is off, or if it is on and
-        there is none.
+        With `claim`, that of the command for which this process works (see `claimed`), requests to stop that came
+        since are still good; without, they were for an earlier run and are taken back.
+
+        Raises SettingsError if another process uses it, if it holds a run and `resume` is off, if it is on and there
+        is none, or if the command has given the run up or another one has taken its place.
         """
         with ExitStack() as stack:
             if not self.path.exists():
@@ -62,8 +66,46 @@ class RunFolder:
             except OSError as error:
                 raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
             self.require(resume)
-            self.stop.clear()
+            if not claim:
+                self.stop.clear()
+            elif self.status().get("claim") != claim:
+                raise SettingsError(f"run folder {str(self.path)!r}: who submitted this run has given it up since")
             yield
+
+    @contextmanager
+    def claimed(self, resume: bool) -> Iterator[str]:
+        """Look whether the folder is free before anything starts, and say for whom the server app will open it: the
+        claim, for its `open`. A new folder goes again if nothing ran. Raises as `open` does.
+
+        A run can begin long after it was submitted. By then the command may have been told to stop, or another one may
+        have resumed the run: the claim tells who is late.
+        """
+        new = not self.path.exists()
+        try:
+            yield self.claim(resume)
+        finally:
+            if new and not self.in_use():
+                self._remove_if_empty()
+
+    def claim(self, resume: bool) -> str:
+        """As `claimed`, for one who outlives this process; the folder stays."""
+        claim = uuid.uuid4().hex
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"run folder {str(self.path)!r} cannot be written: {error}") from None
+        with self.open(resume):
+            # What an earlier run left there must not be taken for the word of this one.
+            self.set_status("starting", claim=claim)
+        return claim
+
+    def withdraw(self, claim: str) -> bool:
+        """Give a run up that has been submitted; False if its server app has the folder open: then it must be asked."""
+        with suppress(SettingsError, OSError), locked(self.path / ".lock", ""):
+            if self.status().get("status") == "starting" and self.status().get("claim") == claim:
+                self.set_status("stopped", exit_code=0, claim="")
+                return True
+        return False
 
     def _remove_if_empty(self) -> None:
         if not self.holds_run():
@@ -135,10 +177,12 @@ class RunFolder:
         """What became of the run: "starting", "running", "finished", "stopped" or "failed", and why.
 
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
-        hash of the partition, `initial`, the hash of the weights before round 1, `arithmetic`, how server and clients
-        compute, and `starts`, see `note_start`; the last four over resumes, too. `time`: when this was.
+        hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
+        clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
+        `changes` (`server/rounds/changes.py`) and `starts` (`note_start`). `time`: when this was.
         """
-        lasting = {"initial", "plan", "arithmetic", "starts"} | ({"after"} if status != "starting" else set())
+        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts"}
+        lasting |= {"after"} if status != "starting" else set()
         kept = {key: value for key, value in self.status().items() if key in lasting}
         value = {"status": status, "time": now(), **kept, **more}
         write_atomically(self.path / STATUS, json.dumps(value, indent=1).encode())

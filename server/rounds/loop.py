@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from common import vector
 from common.errors import RunError, SettingsError
 from server.rounds.attempt import Attempt, Attempts, timed
+from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.evaluate import Evaluation, describe, each, summarize
 from server.rounds.exchange import Exchange
@@ -56,6 +57,8 @@ class Rounds:
         self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
+        self._heavy: set[str] = set()
+        self._changed: list[Record] = []
         self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
@@ -98,7 +101,10 @@ class Rounds:
         return Coordinator.begin(self._strategy, self._experiment, name, self._model)
 
     def _resumed(self) -> Coordinator:
-        kept = self._checkpoints.latest()
+        written, begun = begun_as(self._folder, self._written), begun_as(self._folder, self._experiment)
+        kept = self._checkpoints.latest(
+            (written.identity, *identities(begun)), differences(self._folder, self._written)
+        )
         before, now = self._folder.status().get("plan", ""), self._task.plan_hash()
         if before and before != now:
             raise SettingsError(
@@ -119,17 +125,25 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
-        coordinator.generation, coordinator.round = kept.generation, kept.round
-        self._say(f"resuming after round {kept.round}")
+        coordinator.stands = kept.stands
+        coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
+        why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
+        self._say(f"resuming after round {kept.round}{why}")
+        self._changed = record_changes(self._folder, self._written, kept.round)
+        for change in self._changed:
+            self._say(f"from round {change['round']} on {change['key']} is {change['to']}, it was {change['from']}")
         return coordinator
 
     def _roll(self, coordinator: Coordinator, resume: bool) -> Roster:
         settings = self._experiment.round
-        roster = Roster(
-            self._grid, self._experiment, coordinator, self._task.plan_hash(), self._say, self._stop, self._event
-        )
-        count = settings.wait_for or len(self._task.names()) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict)
+        named = self._task.names()
+        plan = self._task.plan_hash()
+        roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, not named, self._event)
+        roster.undecided.show = lambda names: self._folder.amend_status(waiting=names)
+        count = settings.wait_for or len(named) or settings.sample or 1
+        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
+        if not resume:
+            roster.doubt()
         trainers = roster.trainers
         if not trainers:
             raise SettingsError("no client on the roll holds a training example")
@@ -146,12 +160,35 @@ class Rounds:
         steps = coordinator.participation.most(roster.members.values(), self._experiment.local.epochs)
         for warning in cautions(self._strategy, self._experiment, steps):
             self._say(f"warning: {warning}")
+        self._heed_shares(coordinator)
         return roster
+
+    def _heed_shares(self, coordinator: Coordinator) -> None:
+        """Say once of each client that it outweighs all others together."""
+        most = self._experiment.round.most_share
+        if most is not None or coordinator.strategy.weights == "uniform" or len(coordinator.known) < 2:
+            return
+        for name, examples in coordinator.known.items():
+            if 2 * examples > coordinator.total and name not in self._heavy:
+                self._heavy.add(name)
+                self._say(
+                    f"warning: client {name} holds {examples} of {coordinator.total} training examples, "
+                    f"{examples / coordinator.total:.1%}: the model is mostly its own; round.most_share bounds that"
+                )
 
     def _round(self, round: int, attempts: Attempts) -> None:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if waiting := attempts.roster.undecided.names:
+            record["waiting"] = waiting
+        if coordinator.grown:
+            record["grown"] = {name: list(change) for name, change in coordinator.grown.items()}
+            for name, (before, after) in coordinator.grown.items():
+                self._say(f"from round {round} on {name} counts with {after} training examples, it had {before}")
+            coordinator.grown.clear()
+        if self._changed:
+            record["changed"], self._changed = self._changed, []
         with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
                 record["central"] = self._evaluation.central(coordinator)
@@ -182,6 +219,7 @@ class Rounds:
         for number in range(self._experiment.round.max_void):
             attempt = attempts.make(round, number)
             self._machines.heed(attempts.roster.members)
+            self._heed_shares(attempts.coordinator)
             if not attempt.cause:
                 return attempt, void
             void.append({key: getattr(attempt, key) for key in ("sampled", "dropped", "causes", "cause")})
@@ -189,7 +227,21 @@ class Rounds:
             self._event(
                 "round", "void", round=round, uploads=attempt.received, causes=attempt.causes, why=attempt.cause
             )
-        raise RunError(f"no progress in round {round} after {len(void)} tries; the last one: {void[-1]['cause']}")
+        why = f"no progress in round {round} after {len(void)} tries; the last one: {void[-1]['cause']}"
+        raise RunError(why + self._spoilt(round - 1, void[-1]["dropped"]))
+
+    def _spoilt(self, round: int, dropped: dict[str, str]) -> str:
+        """Where nothing finite came of the model of `round`: its checkpoint is set aside. Says who may have spoilt it,
+        and how to go on."""
+        if not dropped or not all(reason.startswith("not finite") for reason in dropped.values()):
+            return ""
+        before = self._checkpoints.set_aside(round)
+        last: Record = next((line for line in reversed(self._folder.history()) if line["round"] == round), {})
+        norms = sorted(last.get("norms", {}).items(), key=lambda item: item[1], reverse=True)
+        longest = ", ".join(f"{name} {size:.3g}" for name, size in norms[:5])
+        who = f"; norms of the uploads that made it, the longest first: {longest}" if longest else ""
+        then = f"; --resume goes on from round {before} and leaves out round {round}" if before is not None else ""
+        return f". No upload made from the model of round {round} is finite, so it was spoilt or diverged{who}{then}"
 
     def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
@@ -209,6 +261,7 @@ class Rounds:
             "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},
+            "norms": dict(zip((upload.name for upload in uploads), norms, strict=True)),
             "losses": {upload.name: upload.metrics.get("loss") for upload in uploads},
             "train": summarize({upload.name: (upload.examples, upload.metrics) for upload in uploads}),
             "bytes_down": attempt.bytes_down,

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.app import Message
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 
 from server.rounds.prepare import Prepared
 
 SLACK_BYTES = 64 * 2**20
 
 _most_bytes = 2**31
+
+
+def _never() -> float:
+    return math.inf
+
+
+_closes: Callable[[], float] = _never
+
+
+@contextmanager
+def whole_by(closes: Callable[[], float]) -> Iterator[None]:
+    """Within this block a reply is given up whose parts are not all here when the clock (`time.monotonic`) says
+    `closes()`: an upload that trickles in must not hold up a round."""
+    global _closes
+    before, _closes = _closes, closes
+    try:
+        yield
+    finally:
+        _closes = before
 
 
 def bound_replies(prepared: Prepared) -> None:
@@ -35,16 +57,21 @@ class _Pulled(dict[str, bytes]):
 
 
 def pull_within_bounds(object_ids: list[str], pull_object_fn: Callable[[str], bytes], **options: Any) -> _Pulled:
-    """Flower's `pull_objects`, with two more reasons to give a message up: it is too large, or nonsense.
+    """Flower's `pull_objects`, with three more reasons to give a message up: it is too large, too late, or nonsense.
 
     Raises ObjectPullError, which Flower's Grid turns into an error reply in place of this one message. Other errors
     would end the run, and replies that arrived with it would be lost.
     """
-    taken = 0
+    taken, closes = 0, _closes
 
     def pull(object_id: str) -> bytes:
         nonlocal taken
-        content = pull_object_fn(object_id)
+        try:
+            content = pull_object_fn(object_id)
+        except ObjectUnavailableError:
+            if time.monotonic() >= closes():
+                raise ObjectPullError(object_id, "the reply was not here whole by the deadline") from None
+            raise
         taken += len(content)
         if taken > _most_bytes:
             raise ObjectPullError(object_id, f"the reply holds more than {_most_bytes / 1e6:.0f} MB")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
@@ -15,16 +15,19 @@ from common.deploy.keys import fingerprint
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
-from server.rounds.exchange import Exchange
+from server.rounds.exchange import Exchange, pause_after
 from server.rounds.records import Event, unheard
-from server.rounds.stopping import Stop, Stopped
+from server.rounds.stopping import Stop, heed
+from server.rounds.waiting import Waiting
 from strategies.protocol.coordinator import Coordinator
-from strategies.protocol.members import Member, members_of, roll_messages
-from strategies.protocol.messages import Refused
+from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
+from strategies.protocol.messages import DENIED, Refused, Undecided
 
 POLL_S = 0.05
+SAY_S, MOST_NAMED = 3.0, 10
+"""Between two lines about who is missing, and how many are named in one."""
 UNANSWERED = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-ROLL_CALL_S, SILENCE_S = 30.0, 60.0
+ROLL_CALL_S, SILENCE_S, LATE_S = 30.0, 60.0, 60.0
 
 
 class Roster:
@@ -38,8 +41,10 @@ class Roster:
         assignment: str,
         say: Callable[[str], None],
         stop: Stop = lambda: None,
+        own_data: bool = False,
         event: Event = unheard,
     ) -> None:
+        """`own_data`: sites bring examples of their own, which nobody here has counted."""
         self._event = event
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
@@ -49,6 +54,7 @@ class Roster:
         self._assignment = assignment
         self._say = say
         self._stop = stop
+        self._doubts = own_data and experiment.round.most_share is None and coordinator.strategy.weights == "data"
         self._nodes: dict[int, str] = {}
         """Node on the roll -> when it was activated: another time is another process."""
         self._refused: dict[int, str] = {}
@@ -56,6 +62,7 @@ class Roster:
         """Nodes that have just missed a deadline: one that died may still seem to be online."""
         self._silent: dict[int, float] = {}
         """Node that did not answer its roll call -> when to call it again."""
+        self.undecided = Waiting(grid, self._questions, experiment.round.deadline_s + LATE_S, say)
 
     @property
     def trainers(self) -> list[str]:
@@ -67,45 +74,53 @@ class Roster:
         """Names of the clients that hold evaluation examples, sorted."""
         return sorted(name for name, member in self.members.items() if member.evaluation)
 
-    def wait(self, count: int, deadline_s: float, strict: bool) -> None:
-        """Call the roll until `count` clients are here.
+    def wait(self, count: int, deadline_s: float, strict: bool, expected: Sequence[str] = ()) -> None:
+        """Call the roll until `count` clients are here; says how many of them and who of those `expected` is missing,
+        again when that has changed.
 
         With `strict` a refused node raises SettingsError at once: where all clients are started by one command there
-        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused.
+        is nobody to wait for. Raises RunError after `deadline_s` seconds, with who is here and who was refused. While a
+        site waits for the approval of its people the clock stands: that is no matter of seconds.
         """
-        started = time.monotonic()
-        said = False
+        started = said = time.monotonic()
+        told = ""
         while True:
             self.refresh(strict)
             if len(self.members) >= count:
                 return
-            self._heed()
+            heed(self._stop)
+            started = time.monotonic() if self.undecided.names else started
             if time.monotonic() - started > deadline_s:
                 here = ", ".join(sorted(self.members)) or "none"
                 refused = "".join(f"; refused: {reason}" for reason in self._refused.values())
                 raise RunError(
                     f"only {len(self.members)} of {count} clients came within {deadline_s:g} s: {here}{refused}"
                 )
-            if not said:
-                self._say(f"waiting for clients: {len(self.members)} of {count} are here")
-                said = True
-            time.sleep(POLL_S)
+            if (text := self._missing(count, expected)) != told and (not told or time.monotonic() - said > SAY_S):
+                told, said = text, time.monotonic()
+                self._say(text)
+            time.sleep(pause_after(time.monotonic() - started, POLL_S))
+
+    def _missing(self, count: int, expected: Sequence[str]) -> str:
+        away = [name for name in expected if name not in self.members]
+        who = f"; missing: {', '.join(away[:MOST_NAMED])}{', ...' if len(away) > MOST_NAMED else ''}" if away else ""
+        refused = f"; refused: {len(self._refused)}" if self._refused else ""
+        return f"waiting for clients: {len(self.members)} of {count} are here{who}{refused}"
 
     def gather(self, count: int, deadline_s: float) -> bool:
-        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds."""
+        """Refresh until `count` clients with training examples are here; False after `deadline_s` seconds, those not
+        counted in which a site waits for the approval of its people."""
         started = time.monotonic()
         self.refresh()
         while len(self.trainers) < count:
             if time.monotonic() - started > deadline_s:
                 return False
-            self._heed()
-            time.sleep(POLL_S)
+            heed(self._stop)
+            waited = time.monotonic() - started
+            started = time.monotonic() if self.undecided.names else started
+            time.sleep(pause_after(waited, POLL_S))
             self.refresh()
         return True
-
-    def _heed(self) -> None:
-        if self._stop() is not None:
-            raise Stopped
 
     def overdue(self, names: Iterable[str]) -> None:
         """These clients have missed the deadline of the latest round: whoever joins under such a name is let in."""
@@ -114,7 +129,9 @@ class Roster:
             self._refused.clear()
 
     def restarted(self) -> set[int]:
-        """Nodes on the roll whose process has started anew since: what they were asked is lost."""
+        """Nodes on the roll whose process has started anew since: what they were asked is lost. Asked for now and then
+        while a round waits, when those that decide are looked after, too."""
+        self.undecided.look()
         return {node for node, info in self._online().items() if self._nodes.get(node, _stamp(info)) != _stamp(info)}
 
     def _online(self) -> dict[int, NodeInfo]:
@@ -135,31 +152,84 @@ class Roster:
                 del self._nodes[node]
             # A client that started anew was refused for as long as its old node seemed to be alive.
             self._refused.clear()
+        self.undecided.keep(online)
+        self._take(self.undecided.answers(), online, strict)
         resting = {node for node, until in self._silent.items() if time.monotonic() < until}
-        new = sorted(online.keys() - self._nodes.keys() - self._refused.keys() - resting)
+        known = self._nodes.keys() | self._refused.keys() | self.undecided.nodes
+        new = sorted(online.keys() - known - resting)
         if not new:
             return
         # A node that seems to be online and says nothing must not hold up every round.
         self._silent |= dict.fromkeys(new, time.monotonic() + ROLL_CALL_S + SILENCE_S)
-        for node, reply in self._call(new).items():
+        self._take(self._call(new), online, strict)
+
+    def withdraw(self, words: Mapping[str, Undecided]) -> None:
+        """Take out clients whose sites say that they take part no more, or not yet; they are asked again."""
+        online = self._online() if words else {}
+        for name, word in words.items():
+            node = self.members[name].node if name in self.members else None
+            if node in online:
+                self.members = {name: m for name, m in self.members.items() if m.node != node}
+                self._nodes.pop(node, None)
+                self.undecided.put(online[node], word)
+
+    def _take(self, replies: Mapping[int, Message], online: Mapping[int, NodeInfo], strict: bool) -> None:
+        for node, reply in replies.items():
             if reply.has_error() and reply.error.code in UNANSWERED:
                 continue  # Flower's own word in place of an answer
             self._silent.pop(node, None)
             try:
                 self._enter(online[node], reply)
+                self.undecided.settle(node)
+            except Undecided as word:
+                if strict and word.state == DENIED:
+                    raise SettingsError(f"client {word.client!r} {word}") from None
+                self.undecided.put(online[node], word)
             except Refused as error:
-                self._refused[node] = str(error)
-                self._event("refused", error.kind, site=online[node].name, key=_key(online[node]), why=str(error))
+                self.undecided.settle(node)
                 if strict:
                     raise SettingsError(str(error)) from None
-                self._say(f"refused node {node}: {error}")
+                self._refuse(online[node], error)
+
+    def _refuse(self, info: NodeInfo, error: Refused) -> None:
+        self._refused[info.node_id] = str(error)
+        self._event("refused", error.kind, site=info.name, key=_key(info), why=str(error))
+        self._say(f"refused node {info.node_id}{f' of {info.name!r}' if info.name else ''}: {error}")
+        if _stamp(info):
+            self._notify({info.node_id: f"refused: {error}"})
+
+    def tell(self, dropped: Mapping[str, str]) -> None:
+        """Let sites know why their client's upload was dropped: otherwise all that they see is silence."""
+        here = {name: reason for name, reason in dropped.items() if name in self.members}  # not one that withdrew
+        nodes = {self.members[name].node: f"client {name}: {reason}" for name, reason in here.items()}
+        self._notify({node: reason for node, reason in nodes.items() if self._nodes.get(node)})
+
+    def _notify(self, reasons: Mapping[int, str]) -> None:
+        """Messages that nobody waits for. Not where clients are simulated: their process says it already."""
+        if reasons:
+            self._grid.push_messages(notices(self._coordinator.run, reasons, ROLL_CALL_S))
+
+    def doubt(self) -> None:
+        """Refuse who announced more examples than is believed beside those of the others, now that they are here."""
+        online = self._online()
+        for name in sorted(self.members) if self._doubts else ():
+            if why := implausible(name, self._coordinator.known):
+                node = self.members[name].node
+                gone = [each for each, member in self.members.items() if member.node == node]
+                self.members = {each: member for each, member in self.members.items() if member.node != node}
+                self._coordinator.dismiss(gone)
+                del self._nodes[node]
+                self._refuse(online[node], Refused("examples", why))
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
-        messages = roll_messages(self._experiment, self._coordinator.run, nodes, ttl=deadline)
+        messages = self._questions(nodes, deadline)
         by_name = {str(message.metadata.dst_node_id): message for message in messages}
         exchange = Exchange(self._grid, stop=self._stop)
         return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
+
+    def _questions(self, nodes: Iterable[int], ttl_s: float) -> list[Message]:
+        return roll_messages(self._experiment, self._coordinator.run, nodes, ttl=ttl_s)
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
@@ -178,6 +248,10 @@ class Roster:
                 )
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
+        known = self._coordinator.known | {member.name: member.examples for member in members}
+        for member in members if self._doubts else ():
+            if why := implausible(member.name, known):
+                raise Refused("examples", why)
         self._coordinator.admit(members)
         self.members |= {member.name: member for member in members}
         for member in members:

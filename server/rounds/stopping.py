@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from common.files import write_atomically
 
 GRACE_S = 30.0
 
@@ -51,6 +54,48 @@ class StopOnSignal:
             signal.signal(signal.SIGTERM, self._before)
 
 
+@contextmanager
+def stop_on_signals(grace_s: float) -> Iterator[StopOnSignal]:
+    """SIGTERM asks to stop; the second one, or Ctrl-C, unwinds at once, so that what was started is stopped too.
+
+    While it is, further signals wait. Enter it before anything is imported or started: whatever comes later finds the
+    request.
+    """
+
+    def unwind(number: int = 0, frame: Any = None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        hurry()
+        raise KeyboardInterrupt
+
+    with StopOnSignal(grace_s, at_once=unwind) as stop:
+        before = signal.signal(signal.SIGINT, unwind)
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+_longest_wait_s = float("inf")
+
+
+def hurry(most_s: float = 2.0) -> None:
+    """From now on nothing that this process stops is waited for longer than `most_s` seconds."""
+    global _longest_wait_s
+    _longest_wait_s = most_s
+
+
+def patience(wanted_s: float) -> float:
+    """How long to wait for something that was told to end, in seconds."""
+    return min(wanted_s, _longest_wait_s)
+
+
+def heed(stop: Stop) -> None:
+    """Raise Stopped if somebody asked to stop."""
+    if stop() is not None:
+        raise Stopped
+
+
 class StopFile:
     """A file in the run folder that asks the server app to stop, wherever it runs: it holds the seconds of grace."""
 
@@ -58,9 +103,11 @@ class StopFile:
         self._path = folder / "stop"
         self._until: float | None = None
 
-    def ask(self, grace_s: float) -> None:
-        """Ask the run that uses this folder to stop."""
-        self._path.write_text(f"{grace_s:g}")
+    def ask(self, grace_s: float, by: str = "") -> None:
+        """Ask the run that uses this folder to stop, or that is about to. `by`: who asks, where it is not the command
+        that looks after the run."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, f"{grace_s:g}\n{by}".rstrip().encode())
 
     def clear(self) -> None:
         """Take an old request back."""
@@ -69,8 +116,14 @@ class StopFile:
     def __call__(self) -> float | None:
         if self._until is None:
             with suppress(OSError, ValueError):
-                self._until = time.monotonic() + float(self._path.read_text() or GRACE_S)
+                self._until = time.monotonic() + float(self._path.read_text().partition("\n")[0] or GRACE_S)
         return self._until
+
+    def by(self) -> str:
+        """Who asked, "" if it was the run's own command or nobody."""
+        with suppress(OSError):
+            return self._path.read_text("utf-8").partition("\n")[2].strip()
+        return ""
 
 
 def earliest(*stops: Stop) -> Stop:

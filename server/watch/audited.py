@@ -12,9 +12,9 @@ from server.rounds.folder import RunFolder
 from server.rounds.records import Event
 
 
-def audit_of(folder: RunFolder, given: str | Path = "") -> Path:
-    """Where the audit log of a run lies: where `--audit` says, else in its folder."""
-    return Path(given).expanduser().absolute() if given else folder.path / NAME
+def audit_of(folder: RunFolder) -> Path:
+    """Where the audit log of a run lies: in its folder."""
+    return folder.path / NAME
 
 
 def audited(log: AuditLog, run: str) -> Event:

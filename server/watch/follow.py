@@ -26,18 +26,20 @@ def follow(
     stop: Stop,
     trouble: Callable[[], str | None],
     dead: Callable[[], str | None],
+    claim: str = "",
 ) -> None:
     """Show the history as it grows until the run is over; raise its error. Pass a request to stop on to it.
 
     `trouble()`: why it cannot go on, looked at all the time; `dead()`: why it has ended without a word, every
-    `ASK_S` seconds. Ctrl-C stops the run at once.
+    `ASK_S` seconds. Ctrl-C stops the run at once. With `claim` (see `RunFolder.claimed`) a run that has not begun by
+    then never will.
     """
     try:
-        _follow(folder, display, stop, trouble, dead)
+        _follow(folder, display, stop, trouble, dead, claim)
     except KeyboardInterrupt:
         folder.stop.ask(0)
         end = time.monotonic() + AT_ONCE_S
-        while folder.status().get("status") == "running" and time.monotonic() < end:
+        while not (claim and folder.withdraw(claim)) and folder.in_use() and time.monotonic() < end:
             time.sleep(LOOK_S)
         raise
 
@@ -48,6 +50,7 @@ def _follow(
     stop: Stop,
     trouble: Callable[[], str | None],
     dead: Callable[[], str | None],
+    claim: str,
 ) -> None:
     history, notes = Tail(folder.path / HISTORY), Tail(folder.path / NOTES, skip=True)
     asked, stopping = time.monotonic(), False
@@ -71,6 +74,9 @@ def _follow(
         if (until := stop()) is not None:
             if not stopping:
                 stopping = True
+                if claim and folder.withdraw(claim):
+                    display.say("stopped before it began")
+                    continue
                 grace_s = max(0.0, until - time.monotonic())
                 folder.stop.ask(grace_s)
                 display.say(f"stopping after the round in hand, within {grace_s:.0f} s; once more to stop at once")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import torch
 from flwr.app import Message
@@ -14,8 +15,18 @@ from common.compression.feedback import Kind
 from common.vector import State
 from strategies.protocol.coordinator import Coordinator, spoilt
 from strategies.protocol.members import Member
-from strategies.protocol.messages import Refused, Reply, read_reply, upload_seed
+from strategies.protocol.messages import DENIED, WAITING, Refused, Reply, ReplyHead, Undecided, read_reply, upload_seed
 from strategies.protocol.work import Upload
+
+FEWEST_JUDGED = 3
+"""Uploads that can be held against each other: of two nobody can say which is wrong."""
+
+_LARGEST = {torch.float64: math.sqrt(torch.finfo(torch.float64).max)}
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The norm from which on a vector is as good as not finite: training on would overflow in the first square."""
+    return _LARGEST.get(dtype, math.sqrt(torch.finfo(torch.float32).max))
 
 
 @dataclass
@@ -48,7 +59,32 @@ def judge(
             verdict.refused[name] = error
             if error.cause == "memory-lost" and coordinator.lost_memory(name):
                 verdict.lost.append(name)
+    _drop_outliers(coordinator, verdict)
     return verdict
+
+
+def _drop_outliers(coordinator: Coordinator, verdict: Verdict) -> None:
+    """Take out uploads with a vector `round.norm_factor` times longer than the usual one.
+
+    Usual is the lower median of this cohort, which a minority cannot move, or that of an earlier round if it was
+    larger: as a run converges most updates become tiny, and one client that still learns is no liar.
+    """
+    factor = coordinator.experiment.round.norm_factor
+    if not factor:
+        return
+    for group in {group: None for upload in verdict.uploads for group in upload.norms}:
+        sizes = {upload.name: upload.norms[group] for upload in verdict.uploads if group in upload.norms}
+        if len(sizes) < FEWEST_JUDGED:
+            continue
+        usual = max(median_low(sizes.values()), coordinator.usual.get(group, 0.0))
+        far = {name: size for name, size in sizes.items() if size > factor * usual > 0}
+        for name, size in far.items():
+            verdict.refused[name] = Refused(
+                "outlier",
+                f"{group} has norm {size:.3g}, {size / usual:.3g} times the usual {usual:.3g}; round.norm_factor = "
+                f"{factor:g} allows less",
+            )
+        verdict.uploads = [upload for upload in verdict.uploads if upload.name not in far]
 
 
 def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Reply, phase: str = "") -> Upload:
@@ -59,7 +95,7 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
     if told != asked:
         raise Refused("mismatch", f"expected run, client, generation, round, layout {asked}, got {told}")
     if head.status != "ok":
-        raise Refused(head.status, head.reason)
+        raise _not_ok(head)
     if not 0 < head.examples <= coordinator.known[name]:
         raise Refused("examples", f"{head.examples} not in 1..{coordinator.known[name]}, the roll's number")
     least, most = 0 if phase else 1, coordinator.bounds.get(name, head.steps)
@@ -67,6 +103,8 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
         raise Refused("steps", f"{head.steps} local steps, asked for {most} at most")
     if head.lr != coordinator.lr(round):
         raise Refused("mismatch", f"local rate {head.lr}, expected {coordinator.lr(round)}")
+    if head.part != coordinator.part(name):
+        raise Refused("mismatch", f"trackers for a part of {head.part}, expected {coordinator.part(name)}: its release")
     payload = strategy.survey if phase else strategy.expects(coordinator.assigned.get(name, {}))
     upload = Upload({}, name, head.examples, head.steps, head.lr, metrics=reply.metrics, layout=coordinator.slots)
     upload.settings = coordinator.experiment.local
@@ -92,9 +130,14 @@ def check_evaluation(coordinator: Coordinator, member: Member, reply: Reply) -> 
     if told != asked:
         raise Refused("mismatch", f"expected run, client, round, layout {asked}, got {told}")
     if head.status != "ok":
-        raise Refused(head.status, head.reason)
+        raise _not_ok(head)
     if not 0 < head.examples <= member.evaluation:
         raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
+
+
+def _not_ok(head: ReplyHead) -> Refused:
+    undecided = head.status == "refused" and head.state in (WAITING, DENIED)
+    return Undecided(head.state, head.client) if undecided else Refused(head.status, head.reason)
 
 
 def _decoded(
@@ -117,18 +160,28 @@ def _decoded(
 
 
 def _check_values(coordinator: Coordinator, upload: Upload, payload: Mapping[str, Kind]) -> None:
-    """Finite numbers alone, and no vector longer than `round.max_upload_norm`; notes the norms."""
+    """Finite numbers alone that can be computed with, and no vector longer than `round.max_upload_norm`; notes the
+    norms."""
     bound = coordinator.experiment.round.max_upload_norm
     for group, value in upload.vectors.items():
         size = vector.norm(value)
         if not math.isfinite(size):
             raise Refused("not finite", f"{group} holds NaN or Inf")
         upload.metrics[f"norm.{group}"] = size
-        if bound is not None and payload[group] != "scalar" and size > bound:
+        if payload[group] == "scalar":
+            continue
+        if size > largest(value.dtype):
+            raise Refused("not finite", f"{group} has norm {size:.3g}, whose square overflows")
+        if bound is not None and size > bound:
             raise Refused("norm", f"{group} has norm {size:.6g} > round.max_upload_norm = {bound:g}")
+        upload.norms[group] = size
     for group, value in upload.buffers.items():
         if spoilt(value, coordinator.buffers[group]):
             raise Refused("not finite", f"{group} holds NaN or Inf")
+        if value.is_floating_point() and math.isfinite(size := vector.norm(value)):
+            if size > largest(value.dtype):
+                raise Refused("not finite", f"{group} has norm {size:.3g}, whose square overflows")
+            upload.norms[group] = size
     if not math.isfinite(loss := upload.metrics.get("loss", math.nan)):
         raise Refused("not finite", f"training loss {loss}")
 

@@ -57,6 +57,9 @@ class Algorithm(ABC):
     and `inform`."""
     trackers: ClassVar[tuple[str, ...]] = ()
     """Entries of the server state that are averages over *all* clients' memories."""
+    rescales: ClassVar[bool] = False
+    """Whether each tracker is moved by uploads of its own name through `tracker_change`, and by nothing else: then it
+    can follow a client whose number of examples changes (`Coordinator.admit`)."""
     passes: ClassVar[int] = 1
     """How often `local` goes through the local steps. A reply of more steps is refused: they may divide."""
     memory: ClassVar[MemoryKind] = "none"

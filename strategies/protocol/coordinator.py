@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import torch
 from flwr.app import Message, MessageType
@@ -21,7 +22,7 @@ from common.vector import Layout, State
 from strategies.protocol import wire
 from strategies.protocol.algorithm import Algorithm, all_finite
 from strategies.protocol.downlink import Downlink
-from strategies.protocol.members import Member
+from strategies.protocol.members import Member, shares
 from strategies.protocol.messages import EvaluateHead, Refused, TrainHead, content_of
 from strategies.protocol.participation import Participation
 from strategies.protocol.work import Upload
@@ -39,8 +40,11 @@ class Coordinator:
     keeps; `copies` what the server holds of each client's uploads ("client/copy.group", EF21), `downlink` of what
     clients hold; `known` name -> training examples of every client that was ever on the roll (the N and n of
     trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
-    may ask for; `order` that of the last messages; `assigned` what each client was assigned in them, `bounds` the most
-    steps that it was asked for (0: any number). Whether a reply is taken is decided in `acceptance.py`.
+    may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is
+    another number than `known`; `grown` name -> examples before and now, of those that changed and were not told of
+    yet; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
+    messages; `assigned` what each client was assigned in them, `bounds` the most steps that it was asked for (0: any
+    number). Whether a reply is taken is decided in `acceptance.py`.
     """
 
     strategy: Algorithm
@@ -55,6 +59,9 @@ class Coordinator:
     known: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
     keep: dict[str, set[int]] = field(default_factory=dict)
+    stands: dict[str, int] = field(default_factory=dict)
+    grown: dict[str, tuple[int, int]] = field(default_factory=dict)
+    usual: dict[str, float] = field(default_factory=dict)
     generation: int = 1
     round: int = 0
     order: int = 0
@@ -64,6 +71,7 @@ class Coordinator:
         self.codec = Codec(self.experiment.compression, self.slots)
         self._down = Downlink(self.strategy, self.experiment, self.slots)
         self._looked: dict[str, State] = {}
+        self._looked_norms: list[dict[str, float]] = []
         self.participation = Participation(self.experiment)
         self.bounds: dict[str, int] = {}
         self.downlink = self.downlink or self._down.start(self.strategy.broadcast(self.state))
@@ -89,21 +97,41 @@ class Coordinator:
         """Put new clients on the roll. A tracker is an average over all of them, so it shrinks as they join: a new
         client's own part is zero.
 
-        Raises Refused if a known client now announces another number of examples.
+        Where data may grow, a client's n_i may become n_i'. A tracker of clients weighted by data is
+        c = sum_j n_j c_j / n, and the server knows c alone. So c is first scaled by n/n', which makes every other part
+        n_j c_j / n'; the client's own then stands in it with n_i/n_i' (`TrainHead.part`, rho) of its share. With its
+        next upload it sends c_i+ - rho c_i in place of c_i+ - c_i, and c + (n_i'/n') (c_i+ - rho c_i) holds
+        n_i' c_i+ / n': exact, as if the new weights had been there from the beginning.
+
+        Raises Refused if a known client announces another number of examples and that is not allowed.
         """
         before, new = self._mass(), {member.name: member.examples for member in members}
-        for name, examples in new.items():
-            if self.known.get(name, examples) != examples:
+        other = {name: examples for name, examples in new.items() if self.known.get(name, examples) != examples}
+        for name, examples in other.items():
+            if not (self.experiment.data.may_grow and examples and self.known[name]):
+                advice = "" if self.experiment.data.may_grow else ", or allow it with data.may_grow = true and --resume"
                 raise Refused(
                     "changed",
                     f"client {name!r} announced {self.known[name]} training examples at first and {examples} now; "
-                    "start a new run",
+                    f"start a new run{advice}",
                 )
+        for name, examples in other.items():
+            self.grown[name] = self.grown.get(name, (self.known[name], 0))[0], examples
+            if self.strategy.weights == "data" and self.strategy.trackers and self.accepted.get(name):
+                self.stands.setdefault(name, self.known[name])
         self.known |= new
         after = self._mass()
         if before and after != before:
             held = [name for name in self.strategy.trackers if name in self.state]
             self.state |= {name: self.state[name] * (before / after) for name in held}
+
+    def dismiss(self, names: Iterable[str]) -> None:
+        """Take clients off the roll that have sent nothing yet."""
+        self.known = {name: examples for name, examples in self.known.items() if name not in set(names)}
+
+    def part(self, name: str) -> float:
+        """The part of a client's own trackers that the server's averages hold, in units of its present share."""
+        return self.stands.get(name, self.known[name]) / self.known[name] if self.known[name] else 1.0
 
     def _mass(self) -> int:
         """N or n. One who holds no training example can never send a tracker: counted, it would dilute all others'."""
@@ -126,6 +154,7 @@ class Coordinator:
         self.downlink = self._down.start(self.strategy.broadcast(self.state))
         self.accepted.clear()
         self.keep.clear()
+        self.stands.clear()
 
     def lost_memory(self, name: str) -> bool:
         """A client lost its memory. Returns whether server state is bound to it, so that a new generation is due; if it
@@ -182,6 +211,7 @@ class Coordinator:
                         digest=digest if member.name in holders else "",
                         epochs=budgets[member.name].epochs,
                         steps=budgets[member.name].steps,
+                        part=self.part(member.name),
                     ),
                     rest if member.name in holders else whole,
                     buffers,
@@ -233,6 +263,7 @@ class Coordinator:
         if not all_finite(state):
             raise NotFinite(f"the first exchange of round {round} is not finite")
         self._looked = {upload.name: upload.copies for upload in uploads}
+        self._looked_norms = [upload.norms for upload in uploads]
         return state
 
     def advance(self, round: int, uploads: Sequence[Upload], informed: State | None = None) -> list[Upload]:
@@ -254,15 +285,26 @@ class Coordinator:
         for upload in ordered:
             self.copies |= upload.copies | (self._looked[upload.name] if informed is not None else {})
             self.accepted[upload.name] = round
+            if set(self.strategy.trackers) <= upload.vectors.keys():
+                self.stands.pop(upload.name, None)
+        self._remember([upload.norms for upload in ordered] + (self._looked_norms if informed is not None else []))
         return ordered
+
+    def _remember(self, norms: Sequence[Mapping[str, float]]) -> None:
+        """What is usual, for the rounds to come: of vectors that at least three clients sent."""
+        for group in {group for each in norms for group in each}:
+            sizes = [each[group] for each in norms if group in each]
+            if len(sizes) > 2:
+                self.usual[group] = max(self.usual.get(group, 0.0), median_low(sizes))
 
     def _weighted(self, uploads: Sequence[Upload]) -> list[Upload]:
         """The uploads in name order, each with what it counts."""
         ordered = sorted(uploads, key=lambda upload: upload.name)
         uniform = self.strategy.weights == "uniform"
-        cohort, mass = sum(upload.examples for upload in ordered), self._mass()
-        for upload in ordered:
-            upload.weight = 1 / len(ordered) if uniform else upload.examples / cohort
+        mass = self._mass()
+        counts = shares([upload.examples for upload in ordered], self.experiment.round.most_share)
+        for upload, share in zip(ordered, counts, strict=True):
+            upload.weight = 1 / len(ordered) if uniform else share
             upload.tracker_weight = 1 / mass if uniform else self.known[upload.name] / mass
         return ordered
 

@@ -16,6 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from common.compression import compressors
+from common.errors import MessageError, Sayable
 from common.experiment import Experiment
 from common.seeds import derive
 from common.vector import Layout, State, sha256
@@ -25,7 +26,7 @@ HELD = "held."
 """Prefix in client memory of what was received."""
 
 
-class NotHeld(LookupError):
+class NotHeld(LookupError, Sayable):
     """A client does not hold what a message builds upon."""
 
 
@@ -91,13 +92,13 @@ class Downlink:
         """The whole broadcast. `memory`: the client's of the last round, needed if there is a `digest`; `like` has the
         model's shape, dtype and device.
 
-        Raises NotHeld if the client cannot rebuild it and ValueError for parts that do not fit.
+        Raises NotHeld if the client cannot rebuild it and MessageError for parts that do not fit.
         """
         received = {name: value for name, value in sent.items() if "/" not in name}
         rebuilt: State = {}
         for name, parts in _grouped(sent).items():
             if self._coder is None:
-                raise ValueError(f"received {name} in parts {sorted(parts)}, but compression.down is 'none'")
+                raise MessageError(f"received {name} in parts {sorted(parts)}, but compression.down is 'none'")
             seed = derive(self._seed, "downlink", name, round) if digest else 0
             value = self._coder.decode(parts, like, seed)
             if digest:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from flwr.app import Message, MessageType, RecordDict
 
@@ -13,10 +15,22 @@ from common.experiment import Experiment
 from common.flower import FLWR_SERIES, versions
 from common.seeds import derive
 from common.settings import name_fault
-from strategies.protocol.messages import HEAD, Refused, RollHead, RollReply, read_head, write_head
+from strategies.protocol.messages import (
+    DENIED,
+    HEAD,
+    WAITING,
+    Refused,
+    RollHead,
+    RollReply,
+    Undecided,
+    read_head,
+    write_head,
+)
 
-MOST_ARITHMETIC = 300
-"""Letters of a client's line about its arithmetic."""
+MOST_EXAMPLES = 2**40
+"""More than any data set of a site holds."""
+MOST_TIMES = 1000
+"""How many times the others' usual number of examples one site may announce, where shares are not bounded."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +66,30 @@ def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: f
     ]
 
 
+def notices(run: str, reasons: Mapping[int, str], ttl: float) -> list[Message]:
+    """For each node the reason why it was refused, or why its client's upload was dropped."""
+    return [
+        Message(
+            RecordDict({HEAD: write_head(RollHead("", run, reason))}),
+            dst_node_id=node,
+            message_type=MessageType.QUERY,
+            ttl=ttl,
+        )
+        for node, reason in reasons.items()
+    ]
+
+
 def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[Member], int]:
     """The clients in a node's answer to the roll call, and how many messages it takes at once (0: any number).
 
-    Raises Refused if the node holds another model or another split of the data, or cannot take part.
+    Raises Refused if the node holds another model or another split of the data, or cannot take part; Undecided where
+    its people have not approved the run.
     """
     if reply.has_error():
         raise Refused("roll call failed", reply.error.reason or f"code {reply.error.code}")
     answer = read_head(RollReply, reply.content)
+    if answer.state in (WAITING, DENIED):
+        raise Undecided(answer.state, next(iter(answer.names), ""))
     if answer.error:
         raise Refused("roll call failed", answer.error)
     lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
@@ -72,6 +102,11 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
             raise Refused("name", f"one node hosts {count} clients called {name!r}: each client has its own name")
     if min([0, *answer.examples, *answer.evaluation]) < 0:
         raise Refused("examples", f"negative numbers in the roll of clients {answer.names[:5]}")
+    if (most := max([0, *answer.examples, *answer.evaluation])) > MOST_EXAMPLES:
+        raise Refused("examples", f"{most} examples in the roll of clients {answer.names[:5]}: no site holds so many")
+    for name, labels in zip(answer.names, answer.labels, strict=True):
+        if labels and not _class_counts(labels):
+            raise Refused("labels", f"class counts of {name!r}, {labels[:100]!r}, are no JSON list of numbers from 0")
     if any(steps < 1 for steps, examples in zip(answer.steps, answer.examples, strict=True) if examples):
         raise Refused("steps", f"no local steps in the roll of clients {answer.names[:5]}")
     who = f"client {', '.join(map(repr, answer.names[:3]))}"
@@ -85,9 +120,53 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         )
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
-    arithmetic = "".join(each if each.isprintable() else "?" for each in answer.arithmetic[:MOST_ARITHMETIC])
     columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
     return [
-        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels, arithmetic)
+        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels, answer.arithmetic)
         for name, examples, evaluation, steps, labels in columns
     ], answer.in_flight
+
+
+def _class_counts(text: str) -> bool:
+    """Whether a text is a JSON list of class counts."""
+    try:
+        counts = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(counts, list) and all(type(each) is int and 0 <= each <= MOST_EXAMPLES for each in counts)
+
+
+def implausible(name: str, known: Mapping[str, int]) -> str:
+    """Why the examples that `name` announced are not believed beside those of the others, "" if they are.
+
+    Nobody can count a site's examples from outside: this stops a slip and a crude lie, and `round.most_share` bounds
+    what a site gains by a fine one. It takes two others to say what is usual.
+    """
+    others = [examples for other, examples in known.items() if other != name and examples]
+    if len(others) < 2 or known[name] <= MOST_TIMES * (usual := median_low(others)):
+        return ""
+    return (
+        f"client {name!r} announced {known[name]} training examples, {known[name] / usual:.3g} times the usual {usual} "
+        f"of the other {len(others)}; with round.most_share it would be taken at a bounded weight (1: at any)"
+    )
+
+
+def shares(examples: Sequence[int], most: float | None = None) -> list[float]:
+    """What each client counts in an average by data: n_i / n, and none more than `most`.
+
+    What one is cut is spread over those below `most`, in proportion to their examples, until nobody is above it; where
+    `most` times the clients is not above 1, all count the same.
+    """
+    total = sum(examples)
+    if most is None:
+        return [each / total for each in examples]
+    if most * len(examples) <= 1:
+        return [1 / len(examples)] * len(examples)
+    bound: set[int] = set()
+    while True:
+        rest = sum(each for index, each in enumerate(examples) if index not in bound)
+        mass = 1 - most * len(bound)
+        over = {i for i, each in enumerate(examples) if i not in bound and each * mass > most * rest}
+        if not over:
+            return [most if i in bound else each * mass / rest for i, each in enumerate(examples)]
+        bound |= over

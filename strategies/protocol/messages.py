@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
+from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
-from common.settings import checked
+from common.settings import checked, name_fault
 from common.vector import State
 from strategies.protocol import wire
 from strategies.protocol.work import Upload
@@ -33,20 +34,60 @@ KINDS = ("offline", "crashed", "timed out", "late", "lost", "failed", "empty", "
 LATER = {"later": True}
 """Of a field that came later than 0.4: a message without it is one of before, with the field's default."""
 
+MOST_TEXT = 2000
+"""Letters of a reason that a client gives."""
+MOST_WORD = 200
+"""Letters of any other text of a client, where its field says nothing else."""
+MOST_LABELS = 1 << 16
+"""Letters of a client's class counts."""
+MOST_CLIENTS = 100_000
+"""Entries of a list in a client's answer."""
+MOST_METRICS = 1000
+"""Numbers beside the vectors of a reply."""
+
 T = TypeVar("T")
 
 
-class Refused(ValueError):
+WAITING, DENIED = "waiting", "denied"
+"""Of a site where a person decides which runs it takes part in: not decided yet; decided against it."""
+
+
+def cleaned(text: str, most: int = MOST_TEXT) -> str:
+    """What a peer wrote as one line of at most `most` letters: no line end, no escape of a terminal, nothing that turns
+    the direction of what follows. It goes to consoles, logs and the history."""
+    line = text[:most].replace("\r\n", "; ").replace("\n", "; ")
+    return "".join(each if each.isprintable() else "?" for each in line)
+
+
+class Refused(MessageError):
     """A reply that must not touch the model; the text is the reason in the history."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
-        super().__init__(f"{cause}: {detail}" if detail else cause)
+        cause = cleaned(cause, MOST_WORD)
+        super().__init__(cleaned(f"{cause}: {detail}" if detail else cause))
         self.cause = cause
 
     @property
     def kind(self) -> str:
         """The cause as one of a few words, for counting."""
         return self.cause if self.cause in KINDS else "invalid"
+
+
+class Undecided(Refused):
+    """A site's word that it takes no part in this run (`DENIED`), or not yet (`WAITING`): no fault of anybody."""
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        WAITING: "waits for approval at the site; it takes part once somebody there has approved the run",
+        DENIED: "takes no part: the run was denied at the site",
+    }
+
+    def __init__(self, state: str, client: str = "") -> None:
+        super().__init__("refused", self.WORDS[state])
+        self.state = state
+        self.client = "" if name_fault(client) else client
+
+    def __str__(self) -> str:
+        return self.WORDS[self.state]
 
 
 @dataclass(frozen=True)
@@ -78,6 +119,9 @@ class TrainHead:
     """In place of the local work that the settings name. 0: as they say."""
     steps: int = 0
     """At most so many local steps: the client is a straggler. 0: no bound."""
+    part: float = field(default=1.0, metadata=LATER)
+    """The part of this client's own trackers that the server's averages hold, in units of its present share: not 1 from
+    when its number of examples changed until an upload of its is accepted; see `Coordinator.admit`."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +143,23 @@ class RollHead:
 
     experiment: str
     run: str
+    notice: str = field(default="", metadata=LATER)
+    """Not a roll call, but why this node was refused or its client's last upload dropped. No answer is needed."""
+
+
+class Answer:
+    """What comes from a client: its texts and lists are bounded and cleaned as they are read (`read_head`)."""
 
 
 @dataclass(frozen=True)
-class RollReply:
+class RollReply(Answer):
     """One node's answer: parallel lists over the clients that it hosts, usually one."""
 
     names: list[str]
     examples: list[int]
     evaluation: list[int]
     steps: list[int]
-    labels: list[str]
+    labels: list[str] = field(metadata={"most": MOST_LABELS})
     """JSON lists of class counts, or "" where the site does not share them."""
     layout: str
     plan: str
@@ -117,14 +167,17 @@ class RollReply:
     versions: str
     in_flight: int = 0
     """How many messages the node takes at once; 0: any number."""
-    error: str = ""
+    error: str = field(default="", metadata={"most": MOST_TEXT})
     """Why the node cannot take part."""
-    arithmetic: str = field(default="", metadata=LATER)
+    arithmetic: str = field(default="", metadata={**LATER, "most": 300})
     """How it computes, as `common.arithmetic.describe` says."""
+    state: str = field(default="", metadata=LATER)
+    """`WAITING` or `DENIED` beside `error`: the site has not approved the run. Of such an answer `names` alone holds
+    anything."""
 
 
 @dataclass(frozen=True)
-class ReplyHead:
+class ReplyHead(Answer):
     """The settings of a reply to TRAIN or EVALUATE."""
 
     run: str
@@ -134,10 +187,14 @@ class ReplyHead:
     layout: str
     status: str
     """"ok", "memory-lost", "empty" (no examples), "refused" (by the site's policy) or "error"."""
-    reason: str = ""
+    reason: str = field(default="", metadata={"most": MOST_TEXT})
     examples: int = 0
     steps: int = 0
     lr: float = 0.0
+    state: str = field(default="", metadata=LATER)
+    """`WAITING` or `DENIED` beside the status "refused": the site has not approved the run, or does so no more."""
+    part: float = field(default=1.0, metadata=LATER)
+    """As in the message: a release that does not know it would send a wrong change of its trackers."""
 
 
 @dataclass
@@ -151,13 +208,20 @@ class Reply:
     bytes: int = 0
 
 
+def undecided(head: ConfigRecord | None) -> str:
+    """How the site of a reply stands to the run, where it takes no part in it: `WAITING`, `DENIED`, or ""."""
+    state = "" if head is None else head.get("state")
+    return str(state) if state in (WAITING, DENIED) else ""
+
+
 def write_head(head: Any) -> ConfigRecord:
     """A head dataclass as a record; empty lists are left out, Flower cannot carry them."""
     return ConfigRecord({key: value for key, value in asdict(head).items() if value != []})
 
 
 def read_head(cls: type[T], content: RecordDict) -> T:
-    """The head of a message. Raises Refused if it is missing, lacks a field or has one of another type."""
+    """The head of a message. Raises Refused if it is missing, lacks a field or has one of another type, or a list of a
+    client's that is too long."""
     record = content.config_records.get(HEAD)
     if record is None:
         raise Refused("malformed", f"no record {HEAD!r}")
@@ -170,13 +234,26 @@ def read_head(cls: type[T], content: RecordDict) -> T:
         entries = value if entry and isinstance(value, list) else []
         if type(value).__name__ != kind or any(type(each).__name__ != entry for each in entries):
             raise Refused("malformed", f"{item.name} = {str(value)[:100]!r} is no {item.type}")
-        values[item.name] = value
+        values[item.name] = _bounded(item, value) if issubclass(cls, Answer) else value
     return cls(**values)
 
 
+def _bounded(item: Any, value: Any) -> Any:
+    """A client's value for a field, as this side may keep and show it."""
+    if isinstance(value, list):
+        if len(value) > MOST_CLIENTS:
+            raise Refused("malformed", f"{item.name} has {len(value)} entries; allowed: {MOST_CLIENTS}")
+        return [_bounded(item, each) for each in value]
+    return cleaned(value, item.metadata.get("most", MOST_WORD)) if isinstance(value, str) else value
+
+
 def read_experiment(text: str) -> Experiment:
-    """The experiment that a message carries."""
-    return checked(Experiment, json.loads(text), "experiment in a message")
+    """The experiment that a message carries. Raises MessageError or ExperimentError."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the experiment in a message is no JSON: {error}") from None
+    return checked(Experiment, values, "[experiment in a message]")
 
 
 def content_of(
@@ -218,9 +295,14 @@ def reply_content(
 
 
 def scalars(record: MetricRecord | None) -> dict[str, float]:
-    """The numbers of a metric record. Raises Refused for lists: no part of this system sends any."""
+    """The numbers of a metric record. Raises Refused for lists, as no part of this system sends any, for more than
+    `MOST_METRICS` numbers, and for a name that is long or could not be shown."""
     values: dict[str, float] = {}
+    if record is not None and len(record) > MOST_METRICS:
+        raise Refused("malformed", f"{len(record)} metrics; allowed: {MOST_METRICS}")
     for key, value in (record or {}).items():
+        if key != cleaned(key, MOST_WORD):
+            raise Refused("malformed", f"a metric is called {key[:40]!r}: allowed are {MOST_WORD} printable letters")
         if isinstance(value, list):
             raise Refused("malformed", f"metric {key} is a list")
         values[key] = float(value)
@@ -233,22 +315,29 @@ def usable(message: Message) -> bool:
     return head is not None and head.get("status") == "ok"
 
 
+def notice_of(message: Message) -> str:
+    """What a server lets a site know (`RollHead.notice`), "" for any other message."""
+    head = message.content.config_records.get(HEAD) if message.has_content() else None
+    said = head.get("notice") if head is not None else None
+    return cleaned(said) if isinstance(said, str) else ""
+
+
 def outline(reply: Message) -> tuple[str, dict[str, float]]:
     """Status and numbers of a reply that this process made, for counting."""
     head = reply.content.config_records.get(HEAD) if reply.has_content() else None
     if head is None:
         return "error", {}
     if "error" in head and "status" not in head:  # a roll call
-        return ("refused" if head["error"] else "ok"), {}
+        return undecided(head) or ("refused" if head["error"] else "ok"), {}
     numbers = scalars(reply.content.metric_records.get(METRICS))
-    return str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
+    return undecided(head) or str(head.get("status")), {**numbers, "examples": float(str(head.get("examples", 0)))}
 
 
 def read_reply(message: Message) -> Reply:
     """Read a reply. Raises Refused, with the cause, for errors and for anything that cannot be read."""
     if message.has_error():
         cause = _CAUSES.get(message.error.code, "failed")
-        raise Refused(cause, message.error.reason or f"code {message.error.code}")
+        raise Refused(cause, (message.error.reason or f"code {message.error.code}")[:MOST_TEXT])
     content = message.content
     head = read_head(ReplyHead, content)
     if head.status == "error":

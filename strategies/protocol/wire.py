@@ -9,6 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from common.errors import MessageError
 from common.vector import DTYPES, State, dtype_name, raw_bytes
 
 RAW = "fedkeel.raw"
@@ -18,7 +19,7 @@ RAW = "fedkeel.raw"
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
-class WireError(ValueError):
+class WireError(MessageError):
     """A record that does not hold what it says."""
 
 

@@ -32,6 +32,8 @@ class Upload:
     tracker_weight: float = 0.0
     buffers: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    """On the server: L2 norm of each vector and buffer, by which uploads are held against each other."""
     copies: State = field(default_factory=dict)
     """What the server holds of this client's uploads, for differences to it (EF21)."""
     layout: Layout = field(default_factory=dict)

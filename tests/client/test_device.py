@@ -129,7 +129,7 @@ def test_a_client_whose_gpu_is_gone_takes_no_part(tmp_path: Path, gpus: Callable
     """It says so at the roll and in its replies."""
     gpus(0)
     site = Site(tmp_path, toy(), device="cuda:1")
-    assert site.roll().error.startswith("client 2: device 'cuda:1' was asked for and ")
+    assert site.roll().error.startswith("client 2: device-unusable: ")
     assert site.train().head.status == "error"
 
 
@@ -394,7 +394,7 @@ def test_lack_of_memory_costs_a_round(error: Exception, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(faults.Toy, "loss", full)
         reply: Reply = site.train(3, accepted=2, keep=[1])
-    assert reply.head.reason.startswith(f"client 2, round 3, train: {type(error).__name__}: ")
+    assert reply.head.reason.startswith("client 2, round 3, train: out-of-memory: ")
     assert freed == [0]
     again = site.train(2, accepted=1)
     assert sha256(again.state) == sha256(expected.state)
@@ -441,7 +441,7 @@ def test_buffers_of_a_gpu_are_pinned() -> None:
 @pytest.mark.gpu
 def test_a_full_gpu_costs_a_round(tmp_path: Path) -> None:
     """Beyond the memory fraction: an error reply, and the next round works."""
-    site = Site(tmp_path, toy("scaffold"), device="cuda:0", **{"gpu-memory-fraction": 0.1})
+    site = Site(tmp_path, toy("scaffold"), device="cuda:0", trusted=True, **{"gpu-memory-fraction": 0.1})
     assert site.train(1).head.status == "ok"
     size = torch.cuda.get_device_properties(0).total_memory // 4
     large = toy("scaffold", task={"name": "benchmarks.flat:task", "size": size // 4}).json()

@@ -189,7 +189,7 @@ def test_memory_of_another_model_is_lost_memory(tmp_path: Path) -> None:
     """The same run name, client and round, saved by a model of another width: no broadcast, no wrong tracker."""
     folder = tmp_path / "memory"
     flat = {"name": "benchmarks.flat:task"}
-    narrow, wide = (Site(folder, toy("scaffold", task=flat | {"size": size})) for size in (3, 4))
+    narrow, wide = (Site(folder, toy("scaffold", task=flat | {"size": size}), trusted=True) for size in (3, 4))
     assert narrow.train(1).head.status == "ok"
     assert wide.train(2, accepted=1).head.status == "memory-lost"
     assert narrow.train(2, accepted=1).head.status == "ok"
@@ -245,7 +245,7 @@ def test_a_failed_write_fails_the_round_and_nothing_else(tmp_path: Path) -> None
     with files_of_at_most(100):
         reply = site.train(2, accepted=1)
     assert reply.head.status == "error"
-    assert reply.head.reason.startswith("client 2, round 2, save: OSError: [Errno 27] File too large")
+    assert reply.head.reason.startswith("client 2, round 2, save: disk-full: the site's disk is full")
     assert reply.state == {}
     assert left(tmp_path) == ["000000001.safetensors"]
     again, never = site.train(2, accepted=1), Site(tmp_path / "other", toy("scaffold"))
@@ -297,7 +297,7 @@ def test_a_read_only_disk_fails_the_round(small_disk: Path) -> None:
     site.train(1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     reply = site.train(2, accepted=1)
-    assert "round 2, save: OSError: [Errno 30] Read-only file system" in reply.head.reason
+    assert "round 2, save: memory-failed: " in reply.head.reason
     with pytest.raises(SettingsError, match="Read-only file system"):
         open_memory(small_disk)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
@@ -460,8 +460,10 @@ def test_the_disk_writes_while_the_reply_is_built(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("failing", ["save", "reply"])
-def test_neither_error_is_swallowed(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the write or of the reply's records."""
+def test_neither_error_is_swallowed(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the write or of the reply's records; the system's own words stay in the site's log."""
 
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -470,7 +472,8 @@ def test_neither_error_is_swallowed(failing: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(target, name, broken)
     reply: Reply = Site(tmp_path, toy("scaffold")).train(3)
     assert reply.head.status == "error"
-    assert reply.head.reason == "client 2, round 3, save: OSError: [Errno 5] Input/output error"
+    assert reply.head.reason.startswith("client 2, round 3, save: memory-failed: ")
+    assert "OSError: [Errno 5] Input/output error" in caplog.text
 
 
 # --- list and reset

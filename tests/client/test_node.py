@@ -73,7 +73,7 @@ def test_messages_go_round_and_a_failing_app_only_costs_its_message(tmp_path: Pa
         replies = sorted(step["replies"], key=lambda reply: reply["name"])
         assert replies == [{"same": True, "seen": seen, "name": name} for name in "ab"]
     assert sorted(reply["error"] for reply in failed["replies"]) == [
-        f"{name}: ValueError: a fault of the app" for name in "ab"
+        f"client {name}: failed: something went wrong at the site; its log has more" for name in "ab"
     ]
 
 

@@ -30,7 +30,7 @@ from strategies.protocol import wire
 from strategies.protocol.messages import HEAD, METRICS, STATE, Refused, ReplyHead, RollReply, read_head
 from tests.support import faults
 from tests.support.faults import FaultyGrid, run, toy
-from tests.support.site import Site
+from tests.support.site import OWN_TASK, Site
 
 
 def policy(folder: Path, text: str) -> str:
@@ -58,7 +58,7 @@ def test_a_policy_says_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("max_step = 3", "max_step = 3: unknown key; allowed here: experiments, tasks, strategies, max_steps"),
+        ("max_step = 3", "max_step = 3: unknown key; allowed here: experiments, tasks, files, downloads, strategies,"),
         ("max_steps = 0", "max_steps = 0: Input should be greater than or equal to 1"),
         ('max_steps = "3"', "max_steps = '3': Input should be a valid integer"),
         ('tasks = "digits"', "tasks = 'digits': Input should be a valid list"),
@@ -94,7 +94,7 @@ def test_a_policy_is_read_once(tmp_path: Path) -> None:
     [
         ('experiments = ["digits-*", "Experiment"]', "does not allow experiment 'experiment'"),
         ("experiments = []", "does not allow experiment"),
-        ('tasks = ["tests.support.faults:tas?", "digits"]', "does not allow task 'tests.support.faults:task'"),
+        ('tasks = ["tests.support.faults:tas?", "digits"]', "the site has not allowed it"),
         ('strategies = ["fedavg"]', "does not allow strategy 'scaffold'"),
         ("max_steps = 1", "3 local steps a round; the site's policy allows max_steps = 1"),
     ],
@@ -102,7 +102,9 @@ def test_a_policy_is_read_once(tmp_path: Path) -> None:
 def test_what_is_forbidden_is_refused_at_the_roll_and_after_it(text: str, why: str, tmp_path: Path) -> None:
     """A server may skip the roll call: then the reply says "refused" and the history shows it."""
     site = Site(tmp_path / "memory", toy("scaffold"), name="4", policy=policy(tmp_path, text))
-    assert site.roll().error.startswith("client 4: ")
+    if "tasks" in text:
+        site.context.node_config["allow-tasks"] = ""
+    assert re.match("client 4: (experiment|task|strategy|steps)-denied: ", site.roll().error)
     assert why in site.roll().error
     replies = [site.train()] if "max_steps" in text else [site.train(), site.evaluate()]
     for reply in replies:
@@ -144,7 +146,9 @@ def test_the_history_says_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.error is None
     for line in result.history:
         assert line["accepted"] == ["0", "1", "2", "4"]
-        assert line["dropped"]["3"].startswith(f"refused: client 3, round {line['round']}, train: delta has norm ")
+        assert line["dropped"]["3"].startswith(
+            f"refused: client 3, round {line['round']}, train: delta is longer than "
+        )
     assert not list((tmp_path / "memory").glob("*/3")), "what was not sent is not remembered as sent"
 
 
@@ -170,7 +174,7 @@ def test_the_bound_is_that_of_what_leaves(feedback: str, factor: float, tmp_path
 def test_the_bound_of_uploads_is_no_way_around(value: float) -> None:
     """Not finite is over every bound; scalars have none."""
     bound = Policy(max_upload_norm=1.0)
-    with pytest.raises(Denied, match="delta has norm"):
+    with pytest.raises(Denied, match="delta is longer than"):
         bound.check_upload({"delta": torch.tensor([0.0, value])})
     bound.check_upload({"delta": torch.tensor([0.6, 0.79]), "loss": torch.tensor(value)})
     Policy().check_upload({"delta": torch.tensor([value])})
@@ -191,7 +195,7 @@ def test_training_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytes
     reply = site.train()
     assert reply.head.status == "refused"
     expected = "step 3 of training comes too late; the site's policy allows max_seconds = 15"
-    assert reply.head.reason == f"client 4, round 1, train: {expected}"
+    assert re.fullmatch(f"client 4, round 1, train: time-denied: {expected} .event [0-9a-f]{{6}}.", reply.head.reason)
     assert not (tmp_path / "memory").exists()
 
 
@@ -208,17 +212,20 @@ def test_full_gradients_count_for_the_time_and_not_for_the_steps() -> None:
     assert seen == [1, 2, 3, 4, 4, 4, 4, 4]
 
 
-def test_a_forbidden_task_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_policy", [False, True])
+def test_a_forbidden_task_is_not_even_imported(
+    with_policy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor constructed: a module's code runs when it is imported."""
     (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    path = policy(tmp_path, 'tasks = ["tests.support.faults:task"]')
+    path = policy(tmp_path, 'tasks = ["tests.support.faults:task"]') if with_policy else ""
     site = Site(tmp_path / "memory", toy("scaffold"), policy=path)
     experiment = toy("scaffold", task={"name": "planted:task"}).json()
     for reply in (site.train(experiment=experiment), site.evaluate(experiment=experiment)):
         assert reply.head.status == "refused"
     site.settings = Experiment.model_validate(json.loads(experiment))
-    assert "does not allow task 'planted:task'" in site.roll().error
+    assert "task-denied: task.name = 'planted:task' is none of this project's tasks" in site.roll().error
     assert "planted" not in sys.modules
     assert not (tmp_path / "ran").exists()
 
@@ -394,12 +401,12 @@ def test_what_a_server_says_drives_no_terminal(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("task", ["tests.client.test_policy:leaves", "unittest.__main__:x"])
 def test_a_task_cannot_exit(task: str, tmp_path: Path) -> None:
-    """`sys.exit` in a task, or in a module that exits when it is imported."""
-    site = Site(tmp_path, toy())
+    """`sys.exit` in a task that the site allowed, or in a module that exits when it is imported."""
+    site = Site(tmp_path, toy(), **{"allow-tasks": f"{OWN_TASK} {task}"})
     experiment = toy(task={"name": task}).json()
     assert site.train(experiment=experiment).head.status == "error"
     site.settings = Experiment.model_validate(json.loads(experiment))
-    assert "SystemExit" in site.roll().error
+    assert "task-failed" in site.roll().error
 
 
 @pytest.mark.parametrize(
@@ -420,7 +427,7 @@ def test_a_vector_of_another_shape_is_not_stretched(spoil: Any, what: str, tmp_p
     spoil(site)
     reply = site.train()
     assert reply.head.status == "error"
-    assert re.search(f"client 2, round 1, train: ValueError: received {what}", reply.head.reason)
+    assert re.search(f"client 2, round 1, train: message-invalid: received {what}", reply.head.reason)
 
 
 @pytest.mark.parametrize(
@@ -447,11 +454,11 @@ def test_numbers_without_meaning_are_refused(changes: dict[str, Any], tmp_path: 
 
 HUNGRY = """
 import json, sys, torch
-from tests.support.site import Site
+from tests.support.site import OWN_TASK, Site
 from tests.support.faults import toy
 from client.policy import Policy
 Policy.load(sys.argv[1]).bound_memory()
-site = Site(sys.argv[2], toy("scaffold"), policy=sys.argv[1])
+site = Site(sys.argv[2], toy("scaffold"), policy=sys.argv[1], trusted=True)
 first = site.train()
 reply = site.train(experiment=toy("scaffold", task={"name": "benchmarks.flat:task", "size": 10**9}).json())
 print(reply.head.status, "allocate memory" in reply.head.reason)
@@ -494,7 +501,9 @@ def test_a_process_keeps_one_session_for_all_its_clients(tmp_path: Path) -> None
     started = time.monotonic()
     assert [site.train().head.status for site in sites] == ["ok", "ok"]
     held = list(session._sessions.values())
-    sites.append(Site(tmp_path / "4", toy("scaffold"), name="4", policy=policy(tmp_path, "tasks = []")))
+    sites.append(
+        Site(tmp_path / "4", toy("scaffold"), name="4", policy=policy(tmp_path, "tasks = []"), **{"allow-tasks": ""})
+    )
     assert [site.train(2).head.status for site in sites] == ["ok", "ok", "refused"]
     assert list(session._sessions.values()) == held
     assert time.monotonic() - started < 60

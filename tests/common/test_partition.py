@@ -312,14 +312,43 @@ def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fresh = make_assignment(settings, labels, None, 3)
     monkeypatch.setenv("FEDKEEL_PLANS", str(tmp_path))
     assert make_assignment(settings, labels, None, 3).hash == fresh.hash
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.npz")
     with monkeypatch.context() as context:
-        context.setattr("common.partition.make.split", None)
+        context.setattr("common.partition.split_cache.apart", None)
         assert make_assignment(settings, labels, None, 3).hash == fresh.hash
         with pytest.raises(TypeError):
             make_assignment(settings, labels, None, 4)
     file.write_bytes(file.read_bytes()[:100])
     assert make_assignment(settings, labels, None, 3).hash == fresh.hash
+
+
+def test_a_split_made_apart_loads_nothing_here_and_is_made_once(tmp_path: Path) -> None:
+    """Four processes ask at once, as many clients of one machine do: one makes it, none holds the library."""
+    code = (
+        "import sys, numpy as np\n"
+        "from common.experiment import PartitionSettings\n"
+        "from common.partition.make import make_assignment\n"
+        "settings = PartitionSettings(kind='dirichlet', clients=5, alpha=0.3)\n"
+        "made = make_assignment(settings, np.arange(200) % 7, None, 3)\n"
+        "print(made.hash, 'datasets' in sys.modules, 'pandas' in sys.modules)\n"
+    )
+    environment = {**os.environ, "FEDKEEL_PLANS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    asked = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    said = {each.communicate(timeout=120)[0] for each in asked}
+    fresh = make_assignment(PartitionSettings(kind="dirichlet", clients=5, alpha=0.3), np.arange(200) % 7, None, 3)
+    assert said == {f"{fresh.hash} False False\n"}
+    assert len(list(tmp_path.glob("*.npz"))) == 1
+
+
+def test_what_cannot_be_split_is_told_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that fails says nothing; this one does."""
+    monkeypatch.setenv("FEDKEEL_PLANS", str(tmp_path))
+    settings = PartitionSettings(kind="dirichlet", clients=50, alpha=0.01, min_examples=4)
+    with pytest.raises(SettingsError, match="no draw gave each client"):
+        make_assignment(settings, np.arange(200) % 7, None, 3)
 
 
 PINNED = {

@@ -10,12 +10,15 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import Result
 from safetensors.torch import load_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from client.__main__ import cli as client_cli
@@ -342,3 +345,35 @@ def test_report_tells_what_it_cannot_do() -> None:
     refused(invoke("report", "empty"), "'empty' holds no run: no line in history.jsonl")
     done("--run-dir", "one")
     refused(invoke("report", "one", "--out", "no/page.html"), "page 'no/page.html' cannot be written: ")
+
+
+def numbers() -> list[tuple[str, list[str], str]]:
+    """Every option of a number with a fraction, of all commands of both command lines."""
+    found = []
+    for name, app in (("server", cli), ("client", client_cli)):
+        pending = [([], get_command(app))]
+        while pending:
+            path, command = pending.pop()
+            pending += [([*path, each], sub) for each, sub in getattr(command, "commands", {}).items()]
+            found += [
+                (name, path, option.opts[0])
+                for option in command.params
+                if isinstance(option.type, click.types.FloatParamType)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("side", "path", "option"), numbers())
+def test_no_option_takes_what_is_no_number(side: str, path: list[str], option: str, value: str) -> None:
+    """`--grace nan` would pass every range, and no clock ever reaches it."""
+    app = get_command(cli if side == "server" else client_cli)
+    command = reduce(lambda group, name: group.commands[name], path, app)  # type: ignore[attr-defined]
+    parameter = next(each for each in command.params if option in each.opts)
+    with pytest.raises(click.BadParameter, match=f"{value} is no finite number|not in the range"):
+        parameter.process_value(click.Context(command), [value] if parameter.multiple else value)
+
+
+def test_options_of_numbers_are_found() -> None:
+    """The walk sees them all."""
+    assert {"--grace", "--max-wait", "--target", "--gpus"} <= {option for _, _, option in numbers()}

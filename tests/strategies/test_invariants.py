@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,19 @@ import torch
 from torch import Tensor
 
 from client.app import app
+from client.training.work import local_steps
+from common.data.examples import Examples
+from common.errors import SettingsError
+from common.experiment import Experiment
 from common.vector import sha256
 from server.app import run as run_experiment
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from strategies.base import Upload
+from strategies.protocol.acceptance import accepted_upload
 from strategies.protocol.members import Member
+from strategies.protocol.messages import Refused, Reply, ReplyHead
+from strategies.registry import settled
 from tests.support.helpers import ALGORITHMS, Simulation, copies, experiment, headed
 
 LOCAL = {"lr": 0.05}
@@ -62,6 +70,89 @@ def test_the_control_is_the_mean_of_accepted_controls(tmp_path: Path, weights: s
         largest = max(largest, float(simulation.coordinator.state["control"].abs().max()))
     assert 40 < accepted < 110
     assert largest > 1
+
+
+# --- a site whose data grew: the trackers are averages with its new weight, as if it had always had it
+
+
+def off(simulation: Simulation, tracker: str) -> float:
+    """|c - sum_i q_i rho_i c_i|, rho_i = 1 but for who grew and has not been heard since."""
+    coordinator, uniform = simulation.coordinator, simulation.strategy.weights == "uniform"
+    total = torch.zeros_like(simulation.x)
+    for name, examples in coordinator.known.items():
+        share = 1 / len(coordinator.known) if uniform else examples / coordinator.total
+        total += share * coordinator.part(name) * simulation.memory(name).get(tracker, torch.zeros_like(total))
+    return float((coordinator.state[tracker] - total).abs().max())
+
+
+def grow(simulation: Simulation, name: str, factor: float) -> None:
+    """The client comes back with so many times its examples, the first ones again, or with the first ones alone."""
+    train = simulation.data[name].train
+    index = torch.arange(max(1, round(len(train) * factor))) % len(train)
+    held = simulation.data[name] = replace(simulation.data[name], train=Examples(*train.batch(index)))
+    member = replace(simulation.members[name], examples=len(held.train))
+    member = replace(member, steps=local_steps(held, simulation.experiment.local))
+    simulation.coordinator.admit([member])
+    simulation.members[name] = member
+
+
+RESCALED = {"scaffold": "control", "scaffoldm": "control", "fagc": "tracker", "fant": "tracker"}
+
+
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+@pytest.mark.parametrize("algorithm", RESCALED)
+def test_trackers_follow_data_that_grow(algorithm: str, weights: str, tmp_path: Path) -> None:
+    """Also twice before it is heard again, when its upload is lost, when it shrinks, and before its first upload."""
+    tables = {"local": LOCAL, "round": {"sample": 3}, "data": {"may_grow": True}}
+    settings = experiment(tmp_path, algorithm, weights=weights, **tables)
+    simulation, chance, largest = Simulation(settings, list("012345")), random.Random(2), 0.0
+    tracker = RESCALED[algorithm]
+    for round in range(30):
+        if round % 3 == 0:
+            name = chance.choice("012345")
+            known, accepted = simulation.coordinator.known[name], simulation.coordinator.accepted.get(name)
+            grow(simulation, name, chance.choice([3, 1.5, 0.5]))
+            new = simulation.coordinator.known[name]
+            if weights == "data" and accepted and name not in simulation.coordinator.stands:
+                raise AssertionError("it was heard")
+            assert simulation.coordinator.grown[name][1] == new != known
+            assert off(simulation, tracker) < 1e-12
+        simulation.step(lost=chance.sample("012345", 2))
+        assert off(simulation, tracker) < 1e-12
+        largest = max(largest, float(simulation.coordinator.state[tracker].abs().max()))
+    assert largest > 0.1
+    for _ in range(40):
+        simulation.step()
+    assert all(simulation.coordinator.part(name) == 1 for name in "012345")
+    assert off(simulation, tracker) < 1e-12
+
+
+def test_data_that_changed_are_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    simulation = scaffold(tmp_path, "data")
+    simulation.run(2)
+    before = simulation.coordinator.state["control"].clone()
+    with pytest.raises(Refused, match=r"data\.may_grow"):
+        grow(simulation, "1", 2)
+    assert torch.equal(simulation.coordinator.state["control"], before)
+    allowed = scaffold(tmp_path, "data", data={"may_grow": True})
+    allowed.run(2)
+    with pytest.raises(Refused, match="0 now"):
+        allowed.coordinator.admit([replace(allowed.members["1"], examples=0)])
+    name = next(iter(allowed.coordinator.accepted))
+    grow(allowed, name, 2)
+    upload = allowed.train(name)
+    head = ReplyHead("run", name, 1, 3, allowed.coordinator.layout, "ok", "", upload.examples, upload.steps, 0.05)
+    with pytest.raises(Refused, match="trackers for a part"):
+        accepted_upload(allowed.coordinator, 3, name, Reply(head))
+
+
+@pytest.mark.parametrize("algorithm", ["feddyn", "fednova", "padamfed"])
+def test_trackers_that_cannot_follow_are_refused(algorithm: str) -> None:
+    values = {"strategy": {"name": algorithm, "weights": "data"}, "data": {"may_grow": True}}
+    with pytest.raises(SettingsError, match="may_grow"):
+        settled(Experiment.model_validate(values))
+    values["strategy"] = {"name": algorithm, "weights": "uniform"}
+    settled(Experiment.model_validate(values))
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])

@@ -124,6 +124,11 @@ class Federation:
         words = ["--wait", "--wait-timeout", "150"] if wait else []
         self.compose("up", "-d", "--no-build", "--quiet-pull", *words, *services, timeout=180)
 
+    def scale(self, clients: int) -> None:
+        """So many clients that are given names."""
+        words = ("up", "-d", "--no-build", "--no-recreate", "--scale", f"client={clients}", "superlink", "client")
+        self.compose(*words, timeout=180)
+
     def inspect(self, service: str) -> dict[str, Any]:
         """What the engine says of a service's container."""
         (container,) = self.compose("ps", "-a", "-q", service).stdout.split()

@@ -148,6 +148,7 @@ class Simulation:
             layout=coordinator.layout,
             epochs=budget.epochs,
             steps=budget.steps,
+            part=coordinator.part(name),
         )
         return LocalWork(self, head, self.data[name], received, memory, coordinator.assigned.get(name, {}))
 
@@ -175,6 +176,7 @@ class Simulation:
             examples=upload.examples,
             steps=upload.steps,
             lr=upload.lr,
+            part=coordinator.part(name),
         )
         reply = Reply(head, copies(sent), copies(upload.buffers), dict(upload.metrics))
         return accepted_upload(coordinator, round, name, reply, phase)

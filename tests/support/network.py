@@ -56,7 +56,7 @@ class Client:
             shutil.copytree(self.disk, new)
             shutil.rmtree(self.disk)
         self.disk = new
-        config: dict[str, bool | float | int | str] = {"name": self.name, "memory": str(new)}
+        config: dict[str, bool | float | int | str] = {"name": self.name, "memory": str(new), "trusted": True}
         self.context = Context(0, self.node, config, RecordDict(), {})
         self.up, self.dies = True, None
 

@@ -31,15 +31,17 @@ from strategies.protocol.messages import (
 )
 from strategies.registry import settled
 
+OWN_TASK = "tests.support.faults:task"
+
 
 class Site:
-    """Client `name` with its memory in `folder`; further keywords are node settings. `train` always sends the first
-    server state."""
+    """Client `name` with its memory in `folder`, which has allowed the task of `tests.support.faults`; further keywords
+    are node settings. `train` always sends the first server state."""
 
     def __init__(self, folder: Path | str, settings: Experiment, name: str = "2", **config: Any) -> None:
         InProcessGrid._identify()
         self.settings, self.name = settings, name
-        node = {"name": name, "memory": str(folder), "device": "cpu", **config}
+        node = {"name": name, "memory": str(folder), "device": "cpu", "allow-tasks": OWN_TASK, **config}
         self.context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
         strategy = settled(settings)[0]
         self.model = build(tasks.create(settings.task, settings.partition, settings.seed), settings.seed)

@@ -22,7 +22,15 @@ from server.rounds.prepare import prepare
 from tests.support.docker_helpers import bundle_files
 
 BASE, TLS, GPU = "docker-compose.yml", "docker/compose.tls.yml", "docker/compose.gpu.yml"
-TOGETHER = [[BASE], [BASE, TLS], [BASE, GPU], [BASE, TLS, GPU]]
+NAMED, KEYED = "docker/compose.named.yml", "docker/compose.named-tls.yml"
+TOGETHER = [
+    [BASE],
+    [BASE, TLS],
+    [BASE, NAMED],
+    [BASE, NAMED, GPU],
+    [BASE, NAMED, TLS, KEYED],
+    [BASE, NAMED, TLS, KEYED, GPU],
+]
 CLIENTS = ["client-0", "client-1", "client-2", "client-3"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text("utf-8")
@@ -36,8 +44,8 @@ def read(file: str, **variables: str) -> dict[str, Any]:
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1], match[2])
 
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", value, (ROOT / file).read_text("utf-8"))
-    assert "${" not in text, f"{file}: a variable without a default"
+    text = re.sub(r"(?<!\$)\$\{(\w+):-([^}]*)\}", value, (ROOT / file).read_text("utf-8"))
+    assert "${" not in text.replace("$${", ""), f"{file}: a variable without a default"
     content = yaml.safe_load(text)
     assert isinstance(content, dict)
     return content
@@ -48,17 +56,26 @@ def merged(files: list[str]) -> dict[str, dict[str, Any]]:
     services: dict[str, dict[str, Any]] = {}
     for file in files:
         for name, more in read(file)["services"].items():
+            more = dict(more)
+            if base := more.pop("extends", None):
+                assert base["file"] == BASE, "the path is relative to the project, not to the overlay"
+                service = read(BASE)["services"][base["service"]]
+                environment = service["environment"] | more.get("environment", {})
+                # A volume at the same place takes the other's place.
+                more = service | more | {"environment": environment}
             known = services.get(name, {})
             environment = known.get("environment", {}) | more.get("environment", {})
             services[name] = known | more | {"environment": environment}
-    return services
+    return {name: each for name, each in services.items() if each.get("deploy", {}).get("replicas") != 0}
 
 
 def words(service: dict[str, Any]) -> list[str]:
     """What the shell of a service's command starts."""
     shell, option, script = service["command"]
     assert (shell, option) == ("sh", "-c")
-    filled = re.sub(r"\$\$(\w+)", lambda match: str(service["environment"][match[1]]), script)
+    environment = service["environment"]
+    script = re.sub(r"\$\$\{(\w+):\+([^}]*)\}", lambda match: match[2] if environment[match[1]] else "", script)
+    filled = re.sub(r"\$\$(\w+)", lambda match: str(environment[match[1]]), script)
     start, *rest = shlex.split(filled)
     assert start == "exec", "the signals of `docker stop` would end at the shell"
     return rest
@@ -82,25 +99,55 @@ def options(arguments: list[str]) -> dict[str, Any]:
 def test_every_command_is_one_that_the_command_line_knows(files: list[str]) -> None:
     """With each overlay and with all: no unknown option, none missing, plain text only where it is typed."""
     services = merged(files)
-    assert set(services) == {"superlink", "server", *CLIENTS}
+    clients = CLIENTS if NAMED in files else ["client"]
+    assert set(services) == {"superlink", "server", *clients}
     for name, service in services.items():
         parsed = options(words(service))
         secure = {"superlink": "certs", "server": "ca"}.get(name, "ca")
         assert bool(parsed.get("insecure")) == (TLS not in files)
         assert bool(parsed.get(secure)) == (TLS in files)
-        if name in CLIENTS:
+        if name in clients:
             assert parsed["device"] == ("cuda:0" if GPU in files else "cpu")
             assert bool(parsed.get("key")) == (TLS in files)
 
 
+def test_clients_are_as_many_as_asked_for_and_the_data_are_split_among_so_many() -> None:
+    """CLIENTS says both; without it four are started, take what is free, and the experiment decides."""
+    for given, names, split in (({}, ["auto"], None), ({"CLIENTS": "50"}, ["auto:50"], "50")):
+        services = read(BASE, **given)["services"]
+        assert services["client"]["deploy"]["replicas"] == given.get("CLIENTS", "4")
+        assert options(words(services["client"]))["name"] == names
+        assert options(words(services["server"])).get("clients") == split
+
+
+def test_the_image_is_built_once() -> None:
+    """Six builds of one image would give it six identities, and the next `up` would replace all containers."""
+    assert [name for name, service in merged([BASE, NAMED]).items() if "build" in service] == ["superlink"]
+    assert {service["image"] for service in merged([BASE, NAMED]).values()} == {"fedkeel:latest"}
+
+
+def test_clients_never_reach_the_control_port() -> None:
+    """It is bound to a network on which no client is."""
+    for files in TOGETHER:
+        for name, service in merged(files).items():
+            on = set(service["networks"])
+            assert ("control" in on) == (name in ("superlink", "server"))
+            assert ("fleet" in on) == (name != "server")
+    parsed = options(words(merged([BASE])["superlink"]))
+    assert parsed["control_host"] == "control"
+    assert "control" in merged([BASE])["superlink"]["networks"]["control"]["aliases"]
+
+
 def test_names_and_volumes_are_stable_and_unshared() -> None:
     """A client's name and memory are its own; the server sees the SuperLink's run folders at the same path."""
-    services = merged([BASE])
+    services = merged([BASE, NAMED])
     names = [options(words(services[client]))["name"] for client in CLIENTS]
     memories = [services[client]["volumes"] for client in CLIENTS]
     assert names == [["0"], ["1"], ["2"], ["3"]]
     assert memories == [[f"memory-{number}:/memory"] for number in range(4)]
-    assert set(read(BASE)["volumes"]) == {"state", *(f"memory-{number}" for number in range(4))}
+    assert set(read(BASE)["volumes"]) == {"state", "memories"}
+    assert set(read(NAMED)["volumes"]) == {f"memory-{number}" for number in range(4)}
+    assert merged([BASE])["client"]["volumes"] == ["memories:/memory"]
     assert services["superlink"]["volumes"] == ["state:/state"]
     assert services["server"]["volumes"][0] == "state:/state"
     default = prepare(Experiment.load(ROOT / services["server"]["environment"]["EXPERIMENT"]))
@@ -108,33 +155,37 @@ def test_names_and_volumes_are_stable_and_unshared() -> None:
 
 
 def test_every_service_is_hardened_and_only_tls_publishes_a_port() -> None:
-    for name, service in merged([BASE]).items():
+    for name, service in merged([BASE, NAMED]).items():
         assert service["read_only"]
         assert service["init"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["networks"] == ["federation"]
         assert "ports" not in service
-        assert service["healthcheck"]["test"][0] == "CMD"
+        assert options(words(service))["metrics"] == "0.0.0.0:9100"  # where the image's HEALTHCHECK asks
         assert service["restart"] == ("on-failure:5" if name == "server" else "unless-stopped")
         grace = float(options(words(service)).get("grace") or 30)
         assert int(service["stop_grace_period"].removesuffix("s")) > grace
-    assert read(BASE)["networks"] == {"federation": {"internal": True}}
+    assert read(BASE)["networks"] == {"fleet": {"internal": True}, "control": {"internal": True}}
+    assert re.search(r"^HEALTHCHECK .*docker/health.py", DOCKERFILE, re.MULTILINE)
     published = {name: service["ports"] for name, service in merged(TOGETHER[-1]).items() if "ports" in service}
     assert published == {"superlink": ["9092:9092"]}
 
 
 def test_the_tls_overlay_gives_each_container_only_its_own_secrets() -> None:
     """The authority's key to none, a node's key to its client, the server's key to the SuperLink."""
-    overlay = read(TLS, DEPLOY="/d")
-    files = {name: secret["file"] for name, secret in overlay["secrets"].items()}
-    assert files == {name: f"/d/{name}" for name in files}
-    assert "ca.key" not in files
-    for name, service in overlay["services"].items():
-        secrets = service["secrets"]
+    overlay, named = read(TLS, DEPLOY="/d"), read(KEYED, DEPLOY="/d")
+    assert {name: secret["file"] for name, secret in overlay["secrets"].items()} == {
+        name: f"/d/{name}" for name in ("ca.pem", "server.pem", "server.key")
+    }
+    assert {name: secret["file"] for name, secret in named["secrets"].items()} == {
+        f"{number}.key": f"/d/keys/{number}.key" for number in range(4)
+    }
+    for name, service in (overlay["services"] | named["services"]).items():
         key = {"source": f"{name.removeprefix('client-')}.key", "target": "node.key"}
-        expected = {"superlink": ["ca.pem", "server.pem", "server.key"], "server": ["ca.pem"]}
-        assert secrets == expected.get(name, ["ca.pem", key])
+        expected = {"superlink": ["ca.pem", "server.pem", "server.key"], "server": ["ca.pem"], "client": ["ca.pem"]}
+        assert service["secrets"] == expected.get(name, ["ca.pem", key])
+    # Scaled clients share a folder of node keys, and only that; each reads the one of its name.
+    assert overlay["services"]["client"]["volumes"] == ["/d/keys:/keys:ro"]
 
 
 def test_gpus_are_one_each_or_shared() -> None:
@@ -162,7 +213,8 @@ def test_the_default_torch_is_the_pinned_one_everywhere() -> None:
     (pinned,) = [pin for pin in PINS if pin.startswith("torch==")]
     assert set(re.findall(r"^ARG TORCH=(.*)$", DOCKERFILE, re.MULTILINE)) == {pinned}
     assert read(BASE)["services"]["superlink"]["build"]["args"]["TORCH"] == pinned
-    assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)) == {"python:3.11-slim-bookworm"}
+    assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)) == {"${BASE}", "torch"}  # one base
+    assert re.findall(r"^ARG BASE=(\S+)", DOCKERFILE, re.MULTILINE) == ["python:3.11-slim-bookworm"]
 
 
 @pytest.mark.parametrize(
@@ -180,3 +232,17 @@ def test_the_image_installs_the_projects_dependencies(tmp_path: Path, torch: str
     assert wanted == PROJECT["project"]["dependencies"] + (vision if extras else [])
     of_torch = [pin for pin in PINS if re.match(r"(torch|torchvision|triton|nvidia-\S+|cuda-\S+)==", pin)]
     assert pins == [pin for pin in PINS if chosen == pinned or pin not in of_torch]
+
+
+def test_a_sites_image_does_without_what_a_site_does_without(tmp_path: Path) -> None:
+    """No Ray and none of what splits, draws or reports; every other dependency, as pinned."""
+    (pinned,) = [pin for pin in PINS if pin.startswith("torch==")]
+    command = [sys.executable, "docker/requirements.py", pinned, "", str(tmp_path), "client"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=30)
+    wanted = (tmp_path / "requirements.txt").read_text("utf-8").splitlines()
+    without = {"flwr-datasets", "matplotlib", "tensorboard", "scikit-learn", "pandas", "jinja2", "greenlet"}
+    names = [re.split(r"[\[<>=~! ]", each, maxsplit=1)[0] for each in PROJECT["project"]["dependencies"]]
+    assert [re.split(r"[\[<>=~! ]", each, maxsplit=1)[0] for each in wanted] == [
+        each for each in names if each not in without
+    ]
+    assert not [each for each in wanted if "simulation" in each]

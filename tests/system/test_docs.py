@@ -183,7 +183,7 @@ def commands() -> list[str]:
     """Every `python -m server|client ...` that a document tells to type."""
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docker" / "README.md", *DOCS.glob("*.md")]
     found = [
-        line.strip().split("#")[0]
+        line.strip().split("#")[0].rstrip().removesuffix("&")
         for document in documents
         for line in document.read_text("utf-8").replace("\\\n", " ").splitlines()
         if re.match(r"    +python -m (server|client) ", line)

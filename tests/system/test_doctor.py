@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import socket
 import ssl
@@ -321,7 +322,7 @@ def test_a_name_that_the_certificate_lacks_is_told_with_those_that_it_has(author
         assert "certs --ip 127.0.0.1" in one(checks, "names").advice
     assert words(checks) == {
         "versions": "ok", "dns": "ok", "port": "ok", "tls": "ok", "authority": "ok", "expiry": "ok", "names": "FAIL",
-        "fleet": "-", "device": "ok", "memory": "ok", "disk": "ok",
+        "fleet": "-", "device": "ok", "memory": "ok", "disk": "ok", "policy": "warn",
     }  # fmt: skip
 
 
@@ -377,7 +378,7 @@ def test_tls_without_ca_and_ca_without_tls(authority: Authority, tmp_path: Path)
         assert one(checks, "tls").detail == "the server speaks TLS and this site would not"
         checks = site(f"localhost:{plain.port}", tmp_path, ca=authority.ca)
         assert one(checks, "tls").detail == "the server speaks gRPC without TLS and this site would speak TLS"
-        checks = site(f"localhost:{plain.port}", tmp_path)
+        checks = site(f"localhost:{plain.port}", tmp_path, approve="all")
         assert set(words(checks).values()) == {"ok"}
         assert one(checks, "node key").detail == "the server asks for none"
         assert plain.nodes() == []
@@ -707,7 +708,7 @@ def test_certificates_for_this_machine_alone(tmp_path: Path) -> None:
 
 
 def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path: Path) -> None:
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     assert certificates(folder) == WELL
     content = {name: (folder / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key")}
 
@@ -735,10 +736,12 @@ def test_certificates_that_do_not_belong_together(authority: Authority, tmp_path
 
 def test_a_certificate_that_may_not_serve(authority: Authority) -> None:
     """What only a handshake shows: another purpose than a server's."""
-    folder = authority.server(["fl.example.org"])
+    folder = authority.server(["fl.example.org", "127.0.0.1"])
     key = serialization.load_pem_private_key((folder / "server.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("fl.example.org")])
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("fl.example.org"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    )
     purpose = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = x509.CertificateBuilder(authority.name, authority.name, key.public_key(), 7, now - DAY, now + 99 * DAY)
     certificate = builder.add_extension(names, False).add_extension(purpose, True).sign(authority.key, hashes.SHA256())
@@ -775,7 +778,7 @@ def test_a_running_superlink_is_asked(tmp_path: Path) -> None:
         assert "0 nodes are online" in one(checks, "superlink").detail
         assert words(checks)["clock"] == "ok"
         assert "control port" in one(server(superlink=link.fleet_address), "superlink").advice
-        assert set(words(site(link.fleet_address, tmp_path)).values()) == {"ok"}
+        assert set(words(site(link.fleet_address, tmp_path, approve="all")).values()) == {"ok"}
         assert link.control.nodes() == []
         assert one(site(link.control_address, tmp_path), "tls").detail.startswith("this is a web server")
     check = one(server(superlink=link.control_address), "superlink")

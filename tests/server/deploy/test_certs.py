@@ -1,4 +1,4 @@
-"""Certificates, node keys and the file of sites: what is made fits, and nothing is overwritten or left open."""
+"""Certificates and node keys: what is made fits, and nothing is overwritten or left open."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.deploy import keys
-from common.errors import RunError, SettingsError
-from server.deploy import certs, nodes
-from server.deploy.control import Node
+from common.errors import SettingsError
+from server.commands import doctor
+from server.deploy import certs
 from server.deploy.federation import running_link
 from server.deploy.superlink import LinkOptions
 
@@ -146,81 +146,6 @@ def test_no_bytes_are_more_than_no_key(content: bytes) -> None:
         keys.read_public(content, "it")
 
 
-# --- the file of sites
-
-
-class Known:
-    """A SuperLink's list of sites."""
-
-    def __init__(self) -> None:
-        self.sites: dict[str, bytes] = {}
-        self.removed: set[bytes] = set()
-
-    def nodes(self) -> list[Node]:
-        return [Node(number, name, key) for number, (name, key) in enumerate(self.sites.items())]
-
-    def register(self, node: Node) -> None:
-        if node.public_key in self.removed:
-            raise RunError("Public key already in use")
-        self.sites[node.name] = node.public_key
-
-    def unregister(self, node: Node) -> None:
-        self.removed.add(self.sites.pop(node.name))
-
-
-def pair(folder: Path, name: str) -> Path:
-    return keys.generate(folder / f"{name}.key")
-
-
-def test_sites_come_and_go(tmp_path: Path) -> None:
-    file, link, said = tmp_path / "nodes.toml", Known(), list[str]()
-    for name in ("site-1", "site-2"):
-        nodes.add(file, name, pair(tmp_path, name))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-    nodes.remove(file, "site-1")
-    nodes.add(file, "site-3", pair(tmp_path, "site-3"))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-    nodes.add(file, "site-1", tmp_path / "site-1.key.pub")
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert "needs a new one" in said[-1]
-    nodes.remove(file, "site-1")
-    nodes.add(file, "site-1", pair(tmp_path, "new"))
-    nodes.reconcile(link, nodes.read(file), said.append)  # type: ignore[arg-type]
-    assert link.sites == nodes.read(file)
-
-
-def test_one_name_and_one_key_for_each_site(tmp_path: Path) -> None:
-    file, public = tmp_path / "nodes.toml", pair(tmp_path, "a")
-    nodes.add(file, "a", public)
-    before = file.read_bytes()
-    for name, key, word in (
-        ("a", pair(tmp_path, "b"), "has a key already"),
-        ("b", public, "the same key"),
-        ("../b", public, "is no name: a name has"),
-        ("b", tmp_path / "a.key", "never leaves"),
-        ("b", tmp_path / "none", "cannot be read"),
-    ):
-        with pytest.raises(SettingsError, match=word):
-            nodes.add(file, name, key)
-    with pytest.raises(SettingsError, match="there are: a"):
-        nodes.remove(file, "b")
-    assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "text", ["nodes = 1", "[nodes]\na = 1", '[nodes]\na = "x"', "[sites]\n", "[nodes", '[nodes]\n"../a" = "x"', "\xff"]
-)
-def test_a_file_of_sites_that_is_none(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "nodes.toml"
-    file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(SettingsError, match=r"nodes\.toml"):
-        nodes.read(file)
-    with pytest.raises(SettingsError, match="server nodes add"):
-        nodes.read(tmp_path / "none.toml")
-
-
 # --- what a server may listen on
 
 
@@ -274,3 +199,84 @@ def test_a_superlink_that_may_be_spoken_to() -> None:
     assert running_link("127.0.0.1:8000", None, LinkOptions()).ca is None
     assert running_link("superlink:8000", None, LinkOptions(insecure=True)).ca is None
     assert running_link("superlink:8000", Path("ca.pem"), LinkOptions()).ca == Path("ca.pem")
+
+
+# --- a company's own authority
+
+
+def company(folder: Path, names: list[str], *, chain: bool = True, days: int = 90) -> certs.Certificates:
+    """ca.pem, server.pem with an authority in between, server.key (RSA), as others make them."""
+    now = datetime.datetime.now(datetime.UTC)
+
+    def signed(subject: str, issuer: str, key: rsa.RSAPrivateKey, by: rsa.RSAPrivateKey, ca: bool) -> x509.Certificate:
+        named = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (subject, issuer)]
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(named[0])
+            .issuer_name(named[1])
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=100))
+            .not_valid_after(now + datetime.timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca, None), critical=True)
+        )
+        if not ca:
+            builder = builder.add_extension(certs.x509.SubjectAlternativeName(certs._names(names, [])), critical=False)
+        return builder.sign(by, hashes.SHA256())
+
+    root, middle, leaf = (rsa.generate_private_key(65537, 2048) for _ in range(3))
+    folder.mkdir()
+    pem = serialization.Encoding.PEM
+    above = signed("Middle", "Root", middle, root, True)
+    own = signed("fl", "Middle", leaf, middle, False)
+    (folder / "ca.pem").write_bytes(signed("Root", "Root", root, root, True).public_bytes(pem))
+    (folder / "server.pem").write_bytes(own.public_bytes(pem) + (above.public_bytes(pem) if chain else b""))
+    plain = (pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption())
+    (folder / "server.key").write_bytes(leaf.private_bytes(*plain))
+    return certs.Certificates(folder)
+
+
+def test_a_companys_own_certificate_with_its_chain(tmp_path: Path) -> None:
+    made = company(tmp_path / "own", ["fl.example.org"])
+    LinkOptions(certificates=made.folder).check()
+    handshake(made, "fl.example.org")
+    found = list(doctor._certificates(made.folder, ["fl.example.org"]))
+    assert not [check for check in found if check.ok is False], found
+    assert any("CN=Root" in check.detail for check in found)
+    # Without the authority in between no site can follow the chain, and doctor says so.
+    short = company(tmp_path / "short", ["fl.example.org"], chain=False)
+    assert any(check.name == "tls" and check.ok is False for check in doctor._certificates(short.folder, []))
+
+
+def test_what_is_wrong_with_a_certificate_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (company(tmp_path / name, ["fl.example.org"]) for name in ("one", "two"))
+    key = two.key.read_bytes()
+    for content, word in ((one.key.read_bytes(), "is not the key of"), (b"x", "no certificate and key in PEM")):
+        two.key.write_bytes(content)
+        with pytest.raises(SettingsError, match=word):
+            LinkOptions(certificates=two.folder).check()
+    two.key.write_bytes(key)
+    with pytest.raises(SettingsError, match="expired"):
+        LinkOptions(certificates=company(tmp_path / "old", ["a"], days=-1).folder).check()
+    monkeypatch.setattr(certs, "ALWAYS_ADDRESSES", ())
+    lacking = company(tmp_path / "lacking", ["fl.example.org"])
+    monkeypatch.undo()
+    with pytest.raises(SettingsError, match=r"issued for localhost and 127\.0\.0\.1"):
+        LinkOptions(certificates=lacking.folder).check()
+    assert any("127.0.0.1 too" in check.detail for check in doctor._certificates(lacking.folder, []))
+
+
+def test_a_new_authority_beside_the_old_one(tmp_path: Path) -> None:
+    old = certs.write(tmp_path / "old", ["a"], [], 10)
+    new = certs.write(tmp_path / "new", ["a"], [], 10, beside=old.folder)
+    assert new.trust.read_bytes() == new.ca.read_bytes() + old.ca.read_bytes()
+    assert old.trust == old.ca
+    for beside, word in ((tmp_path / "none", "no certificate"), (old.key, "no certificate")):
+        with pytest.raises(SettingsError, match=word):
+            certs.write(tmp_path / "third", ["a"], [], 10, beside=beside)
+    new.certificate.unlink()
+    new.key.unlink()
+    with pytest.raises(SettingsError, match="has an authority already"):
+        certs.write(new.folder, ["a"], [], 10, beside=old.folder)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from client import session
 from client.app import app
 from common.errors import SettingsError
 from common.experiment import Experiment, StrategySettings
@@ -28,6 +29,7 @@ from server.rounds.folder import SETTINGS, RunFolder
 from server.rounds.stopping import Stop, Stopped
 from strategies import registry
 from strategies.registry import settled, written_out
+from tests.support import faults
 from tests.support.faults import Ran, ran, run, toy
 from tests.support.helpers import ON_DIGITS
 
@@ -173,7 +175,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, tmp_path
     )
     assert path.read_bytes() != content
     result = resumed(tmp_path)
-    assert result.said == ["resuming after round 4"]
+    assert result.said == ["resuming after round 4; that of round 5 is damaged"]
     alike(result, straight)
 
 
@@ -219,8 +221,67 @@ def test_what_may_change(tmp_path: Path, straight: Ran) -> None:
     result = resumed(tmp_path, **more)
     assert result.final == straight.final
     assert [line["round"] for line in result.history] == list(range(1, 9))
-    assert len(list(result.folder.checkpoints.iterdir())) == 1
+    assert (
+        len(list(result.folder.checkpoints.iterdir())) == 2
+    )  # the one before the newest stays until that is known sound
     assert "rounds = 8" in (tmp_path / SETTINGS).read_text("utf-8")
+
+
+def test_bounds_of_a_round_may_change_and_the_run_says_so(tmp_path: Path, straight: Ran) -> None:
+    """As often as one likes, also back; the checkpoints stay those of one run and its weights are the same."""
+    tries = ({"max_void": 5, "quorum": 1}, {"max_void": 4, "deadline_s": 77.0, "norm_factor": 0.0}, {})
+    ran(tmp_path, toy("scaffold", rounds=2), grid(tmp_path))
+    for rounds, table in zip((4, 6, 8), tries, strict=True):
+        result = ran(tmp_path, toy("scaffold", rounds=rounds, round=table), grid(tmp_path), resume=True)
+    assert result.final == straight.final
+    told = {line["round"]: {c["key"]: (c["from"], c["to"]) for c in line.get("changed", [])} for line in result.history}
+    assert told[3] == {"round.max_void": (3, 5), "round.quorum": (None, 1)}
+    assert told[5] == {
+        "round.deadline_s": (600.0, 77.0),
+        "round.quorum": (1, None),
+        "round.max_void": (5, 4),
+        "round.norm_factor": (1000.0, 0.0),
+    }
+    assert told[7] == {
+        "round.deadline_s": (77.0, 600.0),
+        "round.max_void": (4, 3),
+        "round.norm_factor": (0.0, 1000.0),
+    }
+    assert told[4] == told[6] == told[8] == {}
+    assert "from round 7 on round.max_void is 3, it was 4" in result.said
+    assert len(result.folder.status()["changes"]) == 9
+
+
+def test_a_site_that_grew_goes_on_if_the_experiment_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allowed on resume, too; each site is told apart in the history, and the run goes on from its new weights."""
+
+    def weighted(rounds: int, **tables: Any) -> Experiment:
+        data = StrategySettings(name="scaffold", weights="data")  # type: ignore[call-arg]
+        return toy("scaffold", rounds=rounds, **tables).model_copy(update={"strategy": data})
+
+    ran(tmp_path, weighted(2), grid(tmp_path))
+    monkeypatch.setattr(faults, "SIZES", (6, 25, 4, 8, 12))
+    monkeypatch.setattr(session, "_sessions", {})
+    error = run(tmp_path, weighted(4), grid(tmp_path), resume=True).error
+    assert "announced 10 training examples at first and 25 now" in str(error)
+    assert "data.may_grow" in str(error)
+    monkeypatch.setattr(session, "_sessions", {})
+    allowed = weighted(4, data={"may_grow": True})
+    result = ran(tmp_path, allowed, grid(tmp_path), resume=True)
+    assert [line.get("grown") for line in result.history] == [None, None, {"1": [10, 25]}, None]
+    assert result.history[2]["changed"][0]["key"] == "data.may_grow"
+    assert [line["examples"]["1"] for line in result.history] == [10, 10, 25, 25]
+    assert result.checkpoint.known["1"] == 25
+    assert result.checkpoint.stands == {}
+
+
+def test_what_may_not_change_is_named(tmp_path: Path) -> None:
+    stopped(tmp_path, toy("scaffold", rounds=8))
+    error = run_again(tmp_path, toy("scaffold", rounds=8, local={"lr": 0.3}, round={"sample": 2, "max_void": 9}))
+    assert "local.lr was 0.2 and is 0.3" in str(error)
+    assert "round.sample was None and is 2" in str(error)
+    assert "max_void" not in str(error)
+    assert "changes" not in RunFolder(tmp_path).status()
 
 
 def test_a_run_of_fagc_from_before_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""What stands in front of Flower's control API in the SuperLink's process: who calls, and runs, sites and the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from flwr.superlink import extensions
+from starlette.middleware import Middleware
+
+from common.deploy.audit import NAME, AuditLog
+from server.deploy.gate import Gate, Owners
+from server.deploy.queue import Queue
+from server.deploy.runs_api import routes
+from server.deploy.users import Users
+
+USERS, TOKEN, BOOKS = "FEDKEEL_USERS", "FEDKEEL_OWN_TOKEN", "FEDKEEL_BOOKS"
+"""In the SuperLink's environment: the users file, the token of the process that started it, the folder of what it keeps
+beside Flower's database."""
+OWNERS = "owners.json"
+SILENT_S = 60.0
+"""Somebody who is refused for one reason is told of once in so many seconds."""
+
+log = logging.getLogger("flwr")
+
+
+def install(program: Any) -> None:
+    """Put the door before the application that `program` (Flower's module) is about to start."""
+    place = os.environ.pop(BOOKS, "")
+    path, own = os.environ.pop(USERS, ""), os.environ.pop(TOKEN, "")
+    if not place:
+        return
+    books = Path(place)
+    owners, queue, audit = Owners(books / OWNERS), Queue(books), AuditLog(books / NAME, "superlink")
+
+    last: dict[tuple[str, str], float] = {}
+
+    def told(who: str, what: str, why: str) -> None:
+        if not why:
+            audit.try_record("submitted", actor=who, run=what)
+            return
+        now = time.monotonic()
+        if now - last.get((who, why), -SILENT_S) < SILENT_S:
+            return  # who guesses must not fill the disk
+        if len(last) > 1000:
+            last.clear()
+        last[who, why] = now
+        log.warning("refused %s at the control port: %s: %s", who, what, why)
+        audit.try_record("control", "refused", actor=who, call=what, why=why)
+
+    before = extensions.configure_app
+
+    def configure(app: FastAPI) -> None:
+        before(app)
+        app.router.routes.extend(routes(app, queue, owners, audit))
+
+    extensions.configure_app = configure
+    if path:
+        door = Middleware(Gate, users=Users(Path(path), own), owners=owners, told=told)
+        extensions.get_middleware = lambda: (door,)
+        _close_runtime(program, books)
+
+
+def _close_runtime(program: Any, books: Path) -> None:
+    """Flower's helper that starts server apps claims their tasks at the same port: with a secret, or anyone could."""
+    secret = books / ".helper"
+    secret.unlink(missing_ok=True)
+    with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(32))
+    parse, command = program._parse_superlink_lifespan_config, program._get_superexec_command
+    program._parse_superlink_lifespan_config = lambda: dataclasses.replace(
+        parse(), superexec_auth_secret=secret.read_bytes()
+    )
+    program._get_superexec_command = lambda **words: [*command(**words), "--superexec-auth-secret-file", str(secret)]

@@ -1,0 +1,78 @@
+"""What goes into a site's kit: the authority, a policy to begin with, files to start the site with, instructions."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shlex
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from string import Template
+
+from cryptography import x509
+
+from common.deploy import kit, probe
+from common.errors import SettingsError
+from common.settings import name_fault
+from server.deploy.certs import ALWAYS_HOSTS, Certificates
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A kit to be made. `server`: HOST:PORT as the site will type it; `ca`: instead of the folder's, a bundle too."""
+
+    name: str
+    server: str
+    certificates: Path
+    ca: Path | None = None
+
+    def check(self) -> None:
+        """Raise SettingsError for a name, an address or certificates with which the site could not join."""
+        if fault := name_fault(self.name):
+            raise SettingsError(fault)
+        match = re.fullmatch(kit.HOST_PORT, self.server)
+        if not match or not 0 < int(match[2]) < 65536:
+            raise SettingsError(f"--server: {self.server!r} is not HOST:PORT, such as fl.example.org:9092")
+        certificate = Certificates(self.certificates).certificate
+        if not certificate.is_file():
+            return  # it lies where the SuperLink runs
+        host, made = match[1].strip("[]"), x509.load_pem_x509_certificate(certificate.read_bytes())
+        if not probe.covers(made, host):
+            names = ", ".join(set(probe.names_of(made)) - set(ALWAYS_HOSTS)) or "nothing"
+            raise SettingsError(f"--server: the certificate in {self.certificates} is for {names}; not for {host}")
+
+
+def make(order: Order, out: Path, today: datetime.date) -> kit.Kit:
+    """Write the kit. Raises SettingsError before anything is written."""
+    order.check()
+    source = order.ca or Certificates(order.certificates).trust
+    try:
+        ca = source.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"--certs: {str(source)!r} cannot be read: {error.strerror}") from None
+    found = kit.authorities(ca, repr(str(source)))
+    words = {
+        "name": order.name,
+        "quoted": shlex.quote(order.name),
+        "server": order.server,
+        "version": release(),
+        "made": today.isoformat(),
+        "authorities": "\n".join(
+            f"    {each.fingerprint}\n        {each.subject}, until {each.until}" for each in found
+        ),
+    }
+    files = {file: Template((TEMPLATES / file).read_text("utf-8")).substitute(words).encode() for file in kit.FILES[1:]}
+    return kit.write(out, order.name, order.server, words["version"], today, {kit.CA: ca, **files})
+
+
+def release() -> str:
+    """This release, as the CHANGELOG names it."""
+    try:
+        return version("fedkeel")
+    except PackageNotFoundError:
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8")
+        found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)
+        return found[1] if found else "unknown"
