@@ -54,7 +54,7 @@ class Served:
     def refusal(self, found: Found, why: str) -> Message:
         return self._fleet.refusal(found, why)
 
-    def send(self, reply: Message, runtime_s: float) -> None:
+    def send(self, reply: Message, runtime_s: float, leaving: Any = None) -> None:
         self.sent.append(reply)
         self.stop.set()
 

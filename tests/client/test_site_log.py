@@ -45,14 +45,14 @@ class FakeFleet:
 
     def leave(self) -> None: ...
 
-    def next_message(self) -> tuple[int, Any] | None:
+    def next_message(self) -> Any:
         if not self.left:
             self.stop.set()
             return None
         self.left -= 1
-        return 5, None
+        return SimpleNamespace(run_id=5)
 
-    def receive(self, run_id: int, tree: Any) -> Message:
+    def receive(self, found: Any) -> Message:
         return asked()
 
     def send(self, reply: Message, runtime_s: float, leaving: Callable[[str], None] = lambda sha256: None) -> None:
@@ -63,7 +63,7 @@ class FakeFleet:
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: int = 1, **more: Any) -> FakeFleet:
     stop = threading.Event()
     fleet = FakeFleet(stop, messages)
-    monkeypatch.setattr(resident, "Fleet", lambda access, stop: fleet)
+    monkeypatch.setattr(resident, "Fleet", lambda access, stop, changed: fleet)
     options = NodeOptions(Access("127.0.0.1:9"), "a", audit=str(tmp_path / "audit.jsonl"), **more)
 
     def app(message: Message, context: Any) -> Message:
@@ -125,7 +125,7 @@ def test_a_refusal_by_the_server_and_the_key_are_in_it(tmp_path, monkeypatch):
         raise SettingsError("the server refuses this key")
 
     monkeypatch.setattr(FakeFleet, "join", refused)
-    monkeypatch.setattr(resident, "Fleet", lambda access, stop: FakeFleet(stop))
+    monkeypatch.setattr(resident, "Fleet", lambda access, stop, changed: FakeFleet(stop))
     options = NodeOptions(access, "a", audit=str(tmp_path / "audit.jsonl"))
     with pytest.raises(SettingsError, match="refuses"):
         resident._run(options, Process(lambda message, context: message, threading.Event()))
