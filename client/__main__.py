@@ -127,17 +127,19 @@ def join(
             given = unpack(kit, folder, authority, agreed=ask())
             server, name, ca = server or given.server, name or [given.name], ca or given.ca
             key, policy = key or str(given.key), policy or given.policy
-        elif not (server and name):
+        elif server is None or not name:
             raise SettingsError("join: give the kit of the server's operator, or --server and --name")
         access = Access(server, str(ca or ""), "", insecure, max_wait)
         file = str(approvals_file(approvals, memory, name))
         if kit:
             access = replace(access, patience_s=math.inf)  # its operator may be still to let it in
         access.check()  # A typing error is told before the seconds that torch takes to load.
-        stop, held = stop_on_signal(), None
+        stop: threading.Event | None = None
+        held = None
         if found := AUTO.fullmatch(name[0]):
             from client.memory.names import claim
 
+            stop = stop_on_signal()
             claimed = claim((memory or DEFAULT_MEMORY).expanduser(), int(found[1]) if found[1] else None, stop)
             if claimed is None:
                 return
@@ -164,6 +166,7 @@ def join(
         from client.approval.store import Approvals
 
         Approvals(file).entries()  # One that cannot be used is told before anything is joined.
+        stop = stop or stop_on_signal()
         from client.app import app
         from client.policy import Policy
         from client.training.device import choose

@@ -111,8 +111,11 @@ class Attempts:
     def _ask(
         self, attempt: Attempt, names: list[str], enough: Enough | None, informed: State | None = None, phase: str = ""
     ) -> list[Upload]:
-        """One exchange with the clients named, until the round's deadline: their valid uploads."""
+        """One exchange with the clients named, until the round's deadline: their valid uploads. A first exchange has
+        half of it, so that who is silent then leaves the others the rest."""
         coordinator, deadline_s = self.coordinator, max(0.0, self._closes - time.monotonic())
+        if phase:
+            deadline_s = min(deadline_s, self._experiment.round.deadline_s / 2)
         with timed(attempt.seconds, "broadcast"):
             coordinator.keep = self._kept(coordinator.generation)
             members = [self.roster.members[name] for name in names]

@@ -17,6 +17,10 @@ CAUSES = ("offline", "crashed", "timed out", "late", "lost", "memory-lost", "inv
 STATES = ("unknown", "starting", "running", "stopping", "stopped", "finished", "failed")
 SUMMARIES = ("weighted", "mean", "worst")
 
+MOST_SITES = 500
+"""Names that get series of their own, the first to be seen; all later ones are "other". A name in a record is on the
+roll: of nodes.toml, where there are keys, else of the first to come."""
+
 # What a run says beside its rounds -> kind.
 _NOTES = (("void", r"round \d+ is void: "), ("refused", "refused node "), ("warning", "warning: "))
 
@@ -24,7 +28,8 @@ _NOTES = (("void", r"round \d+ is void: "), ("refused", "refused node "), ("warn
 class RunMetrics:
     """Feed it each record of the history, each note and each status of a run; `registry` is what is served.
 
-    No label holds a client's name or anything else that a client sent. May be called from any thread.
+    Labels hold the names of at most `MOST_SITES` clients and nothing else that a client sent. May be called from any
+    thread.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -32,6 +37,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._round = 0
         self._late = 0
+        self._sites: set[str] = set()
         self._void_tries: dict[int, tuple[int, int]] = {}
         """Round -> how many void tries notes and records told of."""
         ProcessCollector(registry=self.registry)
@@ -50,6 +56,9 @@ class RunMetrics:
         self._bytes = counter("bytes", "Content of messages of ended rounds.", "direction")
         self._seconds = counter("phase_seconds", "Time spent in the phases of ended rounds.", "phase")
         self._notes = counter("notes", "Lines that the run said beside its rounds.", "kind")
+        self._site_rounds = counter("site_rounds", "Rounds that a site's upload entered.", "site")
+        self._site_dropped = counter("site_dropped", "Rounds without a usable upload of a site.", "site", "cause")
+        self._site_steps = counter("site_steps", "Local steps of a site's accepted uploads.", "site")
         for cause in CAUSES:
             self._dropped.labels(cause)
         for kind in (*(kind for kind, _ in _NOTES), "other"):
@@ -64,6 +73,11 @@ class RunMetrics:
         self._clients = gauge("round_clients", "Clients of the last round.", "state")
         self._last_seconds = gauge("round_seconds", "Duration of the last round.")
         self._ended = gauge("last_round_timestamp_seconds", "When the last round ended.")
+        self._site_seen = gauge(
+            "site_last_upload_timestamp_seconds", "When a site's upload last entered a round.", "site"
+        )
+        self._site_examples = gauge("site_examples", "Training examples of a site's last accepted upload.", "site")
+        self._site_norm = gauge("site_upload_norm", "L2 norm of a site's last accepted upload.", "site")
         self._drift = gauge("drift", "Mean pairwise cosine of the last round's uploads; NaN for fewer than two.")
         self._lr = gauge("lr", "Local learning rate of the last round.")
         values = "as last evaluated. data: train, central or clients"
@@ -80,6 +94,7 @@ class RunMetrics:
             self._round = round
             self._count(record, round)
             self._measure(record, round)
+            self._count_sites(record)
 
     def note(self, text: str) -> None:
         """A line that the run said: a void try, a refused client, a warning."""
@@ -112,6 +127,25 @@ class RunMetrics:
         for phase, seconds in (record.get("seconds") or {}).items():
             if phase != "total":
                 self._seconds.labels(phase).inc(max(0.0, seconds))
+
+    def _site(self, name: str) -> str:
+        if name not in self._sites and len(self._sites) < MOST_SITES:
+            self._sites.add(name)
+        return name if name in self._sites else "other"
+
+    def _count_sites(self, record: Record) -> None:
+        now = time.time()
+        for name in record.get("accepted") or []:
+            site = self._site(name)
+            self._site_rounds.labels(site).inc()
+            self._site_seen.labels(site).set(now)
+            for series, key in ((self._site_examples, "examples"), (self._site_norm, "norms")):
+                if (value := (record.get(key) or {}).get(name)) is not None:
+                    series.labels(site).set(value)
+            self._site_steps.labels(site).inc((record.get("steps") or {}).get(name) or 0)
+        for part in (record, *(record.get("void") or [])):
+            for name, cause in zip(part.get("dropped") or {}, _causes(part), strict=True):
+                self._site_dropped.labels(self._site(name), cause).inc()
 
     def _count_voids(self, round: int, told: int = 0, recorded: int = 0) -> None:
         """Notes and records tell of the same tries, and either may be seen first."""
