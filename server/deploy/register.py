@@ -7,16 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from common.deploy.audit import NAME, AuditLog
 from common.errors import SettingsError
-
-if TYPE_CHECKING:
-    from server.deploy.superlink import LinkOptions
+from server.deploy.superlink import LinkOptions
 
 _REFUSED = re.compile(r"refused a node: (.*)")
 _KEY = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
