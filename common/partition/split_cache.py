@@ -1,5 +1,5 @@
-"""Splits that processes share. The library that makes them takes seconds to load and 200 MB to hold: where a split is
-remembered it is made by a process of its own, once, whoever else waits for the same one."""
+"""Splits that processes share. The library that makes them takes seconds to load and 200 MB to hold: a resident client
+has its one split made by a process of its own, once, whoever else waits for the same one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,14 @@ def share() -> None:
         os.environ[FOLDER] = folder.name
 
 
+_resident = False
+
+
 def share_in(folder: Path) -> None:
-    """Remember splits in this folder, for good: all who use it make each split once between them."""
+    """Remember splits in this folder, for good: all who use it make each split once between them, and none holds the
+    library for as long as it stays."""
+    global _resident
+    _resident = True
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault(FOLDER, str(folder))
@@ -67,11 +73,10 @@ def remembered(
     with _turn(path.with_suffix(".lock")):
         if (parts := _read(path)) is not None:
             return parts  # Somebody else made it meanwhile.
-        # A split by groups needs no library.
-        here = groups is not None
-        parts = (
-            split(settings, clients, labels, groups, seed) if here else apart(split, settings, clients, labels, seed)
-        )
+        if _resident and groups is None:
+            parts = apart(split, settings, clients, labels, seed)
+        else:  # by groups it needs no library
+            parts = split(settings, clients, labels, groups, seed)
         with suppress(OSError):
             write_atomically(path, _packed(parts), durable=False)
     return parts

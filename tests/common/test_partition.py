@@ -314,7 +314,7 @@ def test_shared_splits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert make_assignment(settings, labels, None, 3).hash == fresh.hash
     (file,) = tmp_path.glob("*.npz")
     with monkeypatch.context() as context:
-        context.setattr("common.partition.split_cache.apart", None)
+        context.setattr("common.partition.make.split", None)
         assert make_assignment(settings, labels, None, 3).hash == fresh.hash
         with pytest.raises(TypeError):
             make_assignment(settings, labels, None, 4)
@@ -327,14 +327,20 @@ def test_a_split_made_apart_loads_nothing_here_and_is_made_once(tmp_path: Path) 
     code = (
         "import sys, numpy as np\n"
         "from common.experiment import PartitionSettings\n"
+        "from pathlib import Path\n"
         "from common.partition.make import make_assignment\n"
+        "from common.partition.split_cache import share_in\n"
+        "share_in(Path(sys.argv[1]))\n"
         "settings = PartitionSettings(kind='dirichlet', clients=5, alpha=0.3)\n"
         "made = make_assignment(settings, np.arange(200) % 7, None, 3)\n"
         "print(made.hash, 'datasets' in sys.modules, 'pandas' in sys.modules)\n"
     )
-    environment = {**os.environ, "FEDKEEL_PLANS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("FEDKEEL_PLANS", None)
     asked = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(4)
     ]
     said = {each.communicate(timeout=120)[0] for each in asked}
@@ -346,6 +352,7 @@ def test_a_split_made_apart_loads_nothing_here_and_is_made_once(tmp_path: Path) 
 def test_what_cannot_be_split_is_told_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that fails says nothing; this one does."""
     monkeypatch.setenv("FEDKEEL_PLANS", str(tmp_path))
+    monkeypatch.setattr("common.partition.split_cache._resident", True)
     settings = PartitionSettings(kind="dirichlet", clients=50, alpha=0.01, min_examples=4)
     with pytest.raises(SettingsError, match="no draw gave each client"):
         make_assignment(settings, np.arange(200) % 7, None, 3)
