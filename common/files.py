@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import SettingsError
+
+AGAIN_S = 0.01
+"""Between two looks at a lock that is waited for."""
 
 
 @contextmanager
@@ -39,25 +43,37 @@ def write_atomically(path: Path, content: bytes, durable: bool = True) -> None:
         temporary.write_bytes(content)
 
 
+class InUse(SettingsError):
+    """A lock that another process holds."""
+
+
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
     """Hold a lock that ends with the process, also with one that is killed.
 
-    Raises SettingsError, with `what` and the other process, if another one holds it, and OSError if the file cannot be
-    made.
+    Raises InUse, with `what` and the other process, if another one holds it for longer than `wait_s` seconds, and
+    OSError if the file cannot be made.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor, until = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + wait_s
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
-            raise SettingsError(f"{what} is in use by {holder or 'another process'}") from None
+        while not _taken(descriptor):
+            if time.monotonic() >= until:
+                holder = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
+                raise InUse(f"{what} is in use by {holder or 'another process'}")
+            time.sleep(AGAIN_S)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def flush(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Self
 
 from client.memory.versions import read, versions_in
 from common.errors import SettingsError
-from common.files import locked
+from common.files import InUse, locked
 from common.tensor_files import Damaged
 
 LOCK = ".lock"
@@ -56,8 +56,8 @@ def open_memory(folder: str | Path) -> OpenMemory:
         lock.enter_context(locked(folder / LOCK, f"memory folder {str(folder)!r}"))
         for path in _half_written(folder):
             path.unlink(missing_ok=True)
-    except SettingsError as error:
-        raise SettingsError(
+    except InUse as error:
+        raise InUse(
             f"{error}: a client's memory belongs to one node at a time; stop that one, or join with another name or "
             "folder"
         ) from None

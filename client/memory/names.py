@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 
-from client.memory.folder import LOCK, OpenMemory, open_memory
-from common.errors import SettingsError
-from common.files import locked
+from client.memory.folder import OpenMemory, open_memory
+from common.files import InUse
 
 log = logging.getLogger("client.memory.names")
 
@@ -30,33 +29,10 @@ def claim(root: Path, most: int | None, stop: threading.Event) -> tuple[str, Ope
     said = False
     while not stop.is_set():
         for name in map(str, range(most or MOST)):
-            if _free(root / name) and (held := _taken(root / name)) is not None:
-                return name, held
+            with suppress(InUse):
+                return name, open_memory(root / name)
         if not said:
             log.info("all %s names in %s are held; waiting until one is free", most, root)
             said = True
         stop.wait(AGAIN_S)
     return None
-
-
-def _free(folder: Path) -> bool:
-    """Whether nobody holds a folder, as far as a look tells: `open_memory` says more, and clears up."""
-    if not (folder / LOCK).exists():
-        return True
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(locked(folder / LOCK, ""))
-        return True
-    except SettingsError:
-        return False
-    except OSError:
-        return True
-
-
-def _taken(folder: Path) -> OpenMemory | None:
-    try:
-        return open_memory(folder)
-    except SettingsError as error:
-        if "in use" in str(error):
-            return None  # Somebody was quicker.
-        raise

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from common.errors import SettingsError
 from common.files import locked, write_atomically
 
 FOLDER = "queue"
@@ -95,17 +93,6 @@ class Queue:
         write_atomically(self._folder / f"{entry.id}.json", json.dumps(asdict(entry), indent=1).encode())
         return entry
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Nobody else changes the queue meanwhile."""
-        until = time.monotonic() + WAIT_S
-        with ExitStack() as stack:
-            while True:
-                try:
-                    stack.enter_context(locked(self._folder / ".lock", "the queue"))
-                    break
-                except SettingsError:
-                    if time.monotonic() > until:
-                        raise
-                    time.sleep(0.01)
-            yield
+        return locked(self._folder / ".lock", "the queue", WAIT_S)
