@@ -14,6 +14,7 @@ import traceback
 
 from client.training.device import out_of_memory
 from common.errors import Sayable, SettingsError, SiteError
+from common.settings import printable
 
 log = logging.getLogger("client.app")
 
@@ -91,7 +92,7 @@ def _whole(error: BaseException) -> str:
 
 def clean(text: str) -> str:
     """Without what would drive a terminal or cannot be encoded: it may quote what the server sent."""
-    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def line(text: str) -> str:

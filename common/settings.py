@@ -23,6 +23,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
+def printable(text: str, instead: str = "?") -> str:
+    """A text that somebody else wrote without what would drive a terminal, end a line or turn its direction: `instead`
+    stands for each such character."""
+    return "".join(each if each.isprintable() else instead for each in text)
+
+
 def name_fault(name: str) -> str:
     """Why a text cannot name an experiment or a client, which become folders, as a sentence; "" if it can."""
     return "" if re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) else f"{shown(name)} is no name: {NAMES}"

@@ -12,9 +12,8 @@ import os
 import pwd
 import stat
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from pydantic import Field, ValidationError
 from common.errors import ExperimentError, Sayable, SettingsError
 from common.experiment import Experiment
 from common.files import locked, replacing
-from common.settings import Section
+from common.settings import Section, printable
 from strategies.protocol.messages import read_experiment
 from strategies.registry import settled
 
@@ -186,16 +185,8 @@ class Approvals:
     @contextmanager
     def _held(self) -> Iterator[None]:
         """The file, for this process alone."""
-        lock, until = self.path.with_name(f".{self.path.name}.lock"), time.monotonic() + LOCK_S
-        with ExitStack() as stack:
-            while True:
-                try:
-                    stack.enter_context(locked(lock, f"approvals {str(self.path)!r}"))
-                    break
-                except SettingsError:
-                    if time.monotonic() > until:
-                        raise
-                time.sleep(0.02)
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        with locked(lock, f"approvals {str(self.path)!r}", LOCK_S):
             self._own(lock)
             yield
 
@@ -219,7 +210,7 @@ class Approvals:
 
 def asked(old: Entry | None, experiment: Experiment, run: str, admit: str) -> Entry:
     """An entry after a server asked once more."""
-    run = "".join(each if each.isprintable() else "?" for each in run[:120])
+    run = printable(run[:120])
     if old is None:
         settings = json.loads(experiment.json())
         state: State = "admitted" if admit else "waiting"

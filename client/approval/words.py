@@ -17,6 +17,7 @@ from common.data.named_images import DATASETS
 from common.deploy.checks import within
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.model import personal_names
+from common.settings import printable
 from common.tasks import TASKS
 from strategies.protocol.algorithm import Algorithm
 from strategies.registry import settled
@@ -68,7 +69,7 @@ def described(experiment: Experiment, shares_labels: bool | None = None) -> list
 
 def plain(text: str, most: int = MOST_LINE) -> str:
     """One line that drives no terminal: a server may have written parts of it."""
-    line = "".join(each if each.isprintable() else "?" for each in text[:most])
+    line = printable(text[:most])
     return line if len(text) <= most else f"{line}... ({len(text)} letters)"
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from common.settings import printable
 from server.commands.options import Grace, Insecure, TokenFile, errors, token_of
 from server.deploy.users import Role
 from server.rounds.stopping import GRACE_S
@@ -261,9 +262,5 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
         table.add_column(column, no_wrap=True, overflow="ignore")
     for row in rows:
         # What others wrote is shown as it is, and never taken for markup.
-        table.add_row(*(_plain(cell) for cell in row))
+        table.add_row(*map(printable, row))
     Console(highlight=False, markup=False, width=2000).print(table)
-
-
-def _plain(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
-from common.settings import name_fault
+from common.settings import name_fault, printable
 from server.rounds.exchange import Exchange
 from server.rounds.stopping import Stop, heed
 from server.statistics import merge
@@ -126,7 +126,7 @@ class _Asking:
                 if nodes is not None and held.keys() != nodes[node].keys():
                     raise SettingsError("it answered for other clients than before")
             except (SettingsError, Refused) as error:
-                self.refused[label] = _clean(str(error))
+                self.refused[label] = printable(str(error)[:500], " ")
                 continue
             taken |= held.keys()
             found[node] = held
@@ -153,10 +153,6 @@ class _Asking:
 
     def why(self) -> str:
         return "; ".join(f"{who}: {reason}" for who, reason in self.refused.items()) or "nobody is here"
-
-
-def _clean(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text[:500])
 
 
 def loaded(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
-from common.settings import checked, name_fault
+from common.settings import checked, name_fault, printable
 from common.vector import State
 from strategies.protocol import wire
 from strategies.protocol.work import Upload
@@ -55,8 +55,7 @@ WAITING, DENIED = "waiting", "denied"
 def cleaned(text: str, most: int = MOST_TEXT) -> str:
     """What a peer wrote as one line of at most `most` letters: no line end, no escape of a terminal, nothing that turns
     the direction of what follows. It goes to consoles, logs and the history."""
-    line = text[:most].replace("\r\n", "; ").replace("\n", "; ")
-    return "".join(each if each.isprintable() else "?" for each in line)
+    return printable(text[:most].replace("\r\n", "; ").replace("\n", "; "))
 
 
 class Refused(MessageError):
