@@ -93,10 +93,10 @@ def check_version() -> None:
         )
 
 
-def installed_version() -> str:
-    """The version of the installed flwr package, or "none"."""
+def installed_version(package: str = "flwr") -> str:
+    """The version of an installed package, or "none"."""
     try:
-        return version("flwr")
+        return version(package)
     except PackageNotFoundError:
         return "none"
 

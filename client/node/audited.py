@@ -11,10 +11,10 @@ from flwr.app import Message
 
 from client.node.access import Access
 from common.deploy.audit import NAME, AuditLog
-from common.deploy.keys import fingerprint, load_private, public_pem
+from common.deploy.keys import fingerprint, load_private, public_of
 from common.errors import SettingsError
 from strategies.protocol import wire
-from strategies.protocol.messages import HEAD, outline
+from strategies.protocol.messages import head_of, outline
 
 log = logging.getLogger("client.node.audited")
 
@@ -32,7 +32,6 @@ class SiteLog:
     def __init__(self, path: Path, site: str, access: Access, policy: str = "") -> None:
         self._book = AuditLog(path)
         self._about: dict[str, Any] = {"site": site, "key": _key(access)}
-        self._server = access.server
         self._message: Message | None = None
         self.tell("started", server=access.server, authority=_hash_of(access.ca))
         self._tell_policy(policy)
@@ -74,7 +73,7 @@ def default_path(memory: str) -> Path:
 
 
 def _key(access: Access) -> str:
-    return fingerprint(public_pem(load_private(Path(access.key)))) if access.key else ""
+    return fingerprint(public_of(load_private(Path(access.key)))) if access.key else ""
 
 
 def _hash_of(path: str) -> str:
@@ -97,7 +96,5 @@ def _size(message: Message) -> int:
 
 def _run(message: Message | None) -> str:
     """The run that a message says it is of; any server may say anything, so it is a word like others."""
-    if message is None or not message.has_content():
-        return ""
-    head = message.content.config_records.get(HEAD)
-    return str(head.get("run", "")) if head is not None else ""
+    head = None if message is None else head_of(message)
+    return "" if head is None else str(head.get("run", ""))

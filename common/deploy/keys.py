@@ -34,11 +34,6 @@ def generate(path: Path) -> Path:
     return public
 
 
-def public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """The public half of a private key, as the PEM that Flower knows nodes by."""
-    return key.public_key().public_bytes(*_PEM)
-
-
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     """A private key as PEM, without a password."""
     return key.private_bytes(
@@ -90,7 +85,7 @@ def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def public_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """The public key in PEM of a private one."""
+    """The public half of a private key, as the PEM that Flower knows nodes by."""
     return key.public_key().public_bytes(*_PEM)
 
 
@@ -119,8 +114,19 @@ def openssh(pem: bytes) -> str:
 
 def fingerprint(pem: bytes) -> str:
     """The short form of a public key that `ssh-keygen -lf` shows too."""
-    blob = base64.b64decode(openssh(pem).split()[1])
-    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+    return _short(hashlib.sha256(base64.b64decode(openssh(pem).split()[1])).digest())
+
+
+def fingerprint_or(pem: bytes, otherwise: str) -> str:
+    """The same, or `otherwise` for what is no key: it may come from the network."""
+    try:
+        return fingerprint(pem)
+    except (ValueError, IndexError):
+        return otherwise
+
+
+def _short(digest: bytes) -> str:
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def spoken(fingerprint: str) -> str:
@@ -133,12 +139,11 @@ def read_fingerprint(text: str, source: str) -> str:
     """A fingerprint as "SHA256:...", given so or as `spoken`. Raises SettingsError that names `source`."""
     plain = re.sub(r"[\s:-]", "", text)
     if re.fullmatch("[0-9A-Fa-f]{64}", plain):
-        return "SHA256:" + base64.b64encode(bytes.fromhex(plain)).decode().rstrip("=")
+        return _short(bytes.fromhex(plain))
     text = text.strip()
-    if re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", text):
-        digest = base64.b64decode(text.removeprefix("SHA256:") + "=")
-        if "SHA256:" + base64.b64encode(digest).decode().rstrip("=") == text:
-            return text
+    whole = re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", text)
+    if whole and _short(base64.b64decode(text.removeprefix("SHA256:") + "=")) == text:
+        return text
     raise SettingsError(
         f"{source}: {text[:80]!r} is no fingerprint; allowed: SHA256: and 43 letters, or 64 hexadecimal digits"
     )

@@ -24,7 +24,8 @@ def reconcile(control: Control, wanted: Mapping[bytes, str], say: Callable[[str]
     for pem, node in known.items():
         if wanted.get(pem) != node.name:
             control.unregister(node)
-            say(f"site {node.name or node.node_id} was removed: its key is refused from now on ({_print(pem)})")
+            print_ = keys.fingerprint_or(pem, "a key that cannot be read")
+            say(f"site {node.name or node.node_id} was removed: its key is refused from now on ({print_})")
     for pem, name in wanted.items():
         if pem in known and known[pem].name == name:
             continue
@@ -34,13 +35,6 @@ def reconcile(control: Control, wanted: Mapping[bytes, str], say: Callable[[str]
         except RunError as error:
             # A SuperLink keeps the keys that were removed and never takes one back.
             say(f"site {name} cannot be registered: {error}; if this key was removed before, the site needs a new one")
-
-
-def _print(pem: bytes) -> str:
-    try:
-        return keys.fingerprint(pem)
-    except (ValueError, IndexError):
-        return "a key that cannot be read"
 
 
 class Admission:

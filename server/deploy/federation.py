@@ -20,7 +20,7 @@ from server.deploy.control import Control
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.provenance import origin
-from server.rounds.stopping import Stop, Stopped, heed
+from server.rounds.stopping import Stop, heed
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
@@ -116,8 +116,7 @@ def _wait_for(control: Control, display: Viewer, stop: Stop) -> None:
             said = True
         end = time.monotonic() + AGAIN_S
         while time.monotonic() < end:
-            if stop() is not None:
-                raise Stopped
+            heed(stop)
             time.sleep(LOOK_S)
     if said:
         display.say(f"the SuperLink at {control.address} is here")

@@ -6,7 +6,6 @@ import datetime
 import re
 import shlex
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Template
 
@@ -16,6 +15,7 @@ from common.deploy import kit, probe
 from common.errors import SettingsError
 from common.settings import name_fault
 from server.deploy.certs import ALWAYS_HOSTS, Certificates
+from server.rounds.provenance import own_version
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -58,7 +58,7 @@ def make(order: Order, out: Path, today: datetime.date) -> kit.Kit:
         "name": order.name,
         "quoted": shlex.quote(order.name),
         "server": order.server,
-        "version": release(),
+        "version": own_version() or "unknown",
         "made": today.isoformat(),
         "authorities": "\n".join(
             f"    {each.fingerprint}\n        {each.subject}, until {each.until}" for each in found
@@ -66,13 +66,3 @@ def make(order: Order, out: Path, today: datetime.date) -> kit.Kit:
     }
     files = {file: Template((TEMPLATES / file).read_text("utf-8")).substitute(words).encode() for file in kit.FILES[1:]}
     return kit.write(out, order.name, order.server, words["version"], today, {kit.CA: ca, **files})
-
-
-def release() -> str:
-    """This release, as the CHANGELOG names it."""
-    try:
-        return version("fedkeel")
-    except PackageNotFoundError:
-        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8")
-        found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)
-        return found[1] if found else "unknown"

@@ -19,7 +19,7 @@ from flwr.supercore.constant import NodeStatus
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.logger import update_console_handler
 
-from common.deploy.keys import fingerprint
+from common.deploy.keys import fingerprint_or
 from common.flower import MOST_CALL_BYTES, keepalive
 from server.deploy import front
 from server.deploy.waiting import VARIABLE, Knocks
@@ -179,10 +179,7 @@ def _tell(reason: str) -> None:
 
 
 def _name(key: bytes) -> str:
-    try:
-        return fingerprint(key)
-    except (ValueError, IndexError):
-        return "that cannot be read"
+    return fingerprint_or(key, "that cannot be read")
 
 
 if __name__ == "__main__":

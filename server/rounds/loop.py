@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import itemgetter
 
 from flwr.serverapp import Grid
 
@@ -168,13 +169,14 @@ class Rounds:
         most = self._experiment.round.most_share
         if most is not None or coordinator.strategy.weights == "uniform" or len(coordinator.known) < 2:
             return
-        for name, examples in coordinator.known.items():
-            if 2 * examples > coordinator.total and name not in self._heavy:
-                self._heavy.add(name)
-                self._say(
-                    f"warning: client {name} holds {examples} of {coordinator.total} training examples, "
-                    f"{examples / coordinator.total:.1%}: the model is mostly its own; round.most_share bounds that"
-                )
+        name, examples = max(coordinator.known.items(), key=itemgetter(1))
+        total = coordinator.total
+        if 2 * examples > total and name not in self._heavy:
+            self._heavy.add(name)
+            self._say(
+                f"warning: client {name} holds {examples} of {total} training examples, {examples / total:.1%}: the "
+                "model is mostly its own; round.most_share bounds that"
+            )
 
     def _round(self, round: int, attempts: Attempts) -> None:
         started, coordinator = time.perf_counter(), attempts.coordinator

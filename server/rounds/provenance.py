@@ -11,10 +11,9 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from common.flower import ROOT
+from common.flower import ROOT, installed_version
 
 PACKAGES = ("flwr", "torch", "numpy")
 MOST_COMMAND, STARTS_KEPT = 2000, 100
@@ -57,7 +56,11 @@ def origin() -> dict[str, Any]:
         "user": _user(),
         "process": os.getpid(),
         "command": command(),
-        "versions": {"fedkeel": own_version(), "python": platform.python_version(), **_versions()},
+        "versions": {
+            "fedkeel": own_version(),
+            "python": platform.python_version(),
+            **{each: installed_version(each) for each in PACKAGES},
+        },
     }
 
 
@@ -69,16 +72,6 @@ def own_version() -> str:
         return ""
     found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)
     return found[1] if found else ""
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
 
 
 def _user() -> str:

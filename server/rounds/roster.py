@@ -11,7 +11,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from common.arithmetic import describe
-from common.deploy.keys import fingerprint
+from common.deploy.keys import fingerprint_or
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
@@ -169,9 +169,15 @@ class Roster:
         for name, word in words.items():
             node = self.members[name].node if name in self.members else None
             if node in online:
-                self.members = {name: m for name, m in self.members.items() if m.node != node}
-                self._nodes.pop(node, None)
+                self._remove(node)
                 self.undecided.put(online[node], word)
+
+    def _remove(self, node: int) -> list[str]:
+        """Take a node off the roll; returns the names of its clients."""
+        gone = [name for name, member in self.members.items() if member.node == node]
+        self.members = {name: member for name, member in self.members.items() if member.node != node}
+        self._nodes.pop(node, None)
+        return gone
 
     def _take(self, replies: Mapping[int, Message], online: Mapping[int, NodeInfo], strict: bool) -> None:
         for node, reply in replies.items():
@@ -215,10 +221,7 @@ class Roster:
         for name in sorted(self.members) if self._doubts else ():
             if why := implausible(name, self._coordinator.known):
                 node = self.members[name].node
-                gone = [each for each, member in self.members.items() if member.node == node]
-                self.members = {each: member for each, member in self.members.items() if member.node != node}
-                self._coordinator.dismiss(gone)
-                del self._nodes[node]
+                self._coordinator.dismiss(self._remove(node))
                 self._refuse(online[node], Refused("examples", why))
 
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
@@ -263,10 +266,7 @@ class Roster:
 
 def _key(info: NodeInfo) -> str:
     """The fingerprint of a node's key, "" where there are no keys."""
-    try:
-        return fingerprint(info.public_key) if info.public_key else ""
-    except (ValueError, IndexError):
-        return "unreadable"
+    return fingerprint_or(info.public_key, "unreadable") if info.public_key else ""
 
 
 def _stamp(info: NodeInfo) -> str:

@@ -13,13 +13,10 @@ from flwr.app import Message
 from common import vector
 from common.compression.feedback import Kind
 from common.vector import State
-from strategies.protocol.coordinator import Coordinator, spoilt
+from strategies.protocol.coordinator import FEWEST_JUDGED, Coordinator, spoilt
 from strategies.protocol.members import Member
 from strategies.protocol.messages import DENIED, WAITING, Refused, Reply, ReplyHead, Undecided, read_reply, upload_seed
 from strategies.protocol.work import Upload
-
-FEWEST_JUDGED = 3
-"""Uploads that can be held against each other: of two nobody can say which is wrong."""
 
 _LARGEST = {torch.float64: math.sqrt(torch.finfo(torch.float64).max)}
 

@@ -27,6 +27,9 @@ from strategies.protocol.messages import EvaluateHead, Refused, TrainHead, conte
 from strategies.protocol.participation import Participation
 from strategies.protocol.work import Upload
 
+FEWEST_JUDGED = 3
+"""Uploads that can be held against each other: of two nobody can say which is wrong."""
+
 
 class NotFinite(ArithmeticError):
     """An aggregate with NaN or Inf: the round is rolled back."""
@@ -127,7 +130,8 @@ class Coordinator:
 
     def dismiss(self, names: Iterable[str]) -> None:
         """Take clients off the roll that have sent nothing yet."""
-        self.known = {name: examples for name, examples in self.known.items() if name not in set(names)}
+        gone = set(names)
+        self.known = {name: examples for name, examples in self.known.items() if name not in gone}
 
     def part(self, name: str) -> float:
         """The part of a client's own trackers that the server's averages hold, in units of its present share."""
@@ -291,10 +295,10 @@ class Coordinator:
         return ordered
 
     def _remember(self, norms: Sequence[Mapping[str, float]]) -> None:
-        """What is usual, for the rounds to come: of vectors that at least three clients sent."""
+        """What is usual, for the rounds to come: of vectors that enough clients sent to be held against each other."""
         for group in {group for each in norms for group in each}:
             sizes = [each[group] for each in norms if group in each]
-            if len(sizes) > 2:
+            if len(sizes) >= FEWEST_JUDGED:
                 self.usual[group] = max(self.usual.get(group, 0.0), median_low(sizes))
 
     def _weighted(self, uploads: Sequence[Upload]) -> list[Upload]:

@@ -308,22 +308,27 @@ def scalars(record: MetricRecord | None) -> dict[str, float]:
     return values
 
 
+def head_of(message: Message) -> ConfigRecord | None:
+    """The record that `read_head` reads, as it came; None where there is none."""
+    return message.content.config_records.get(HEAD) if message.has_content() else None
+
+
 def usable(message: Message) -> bool:
     """Whether a reply holds an upload, as far as its head tells."""
-    head = message.content.config_records.get(HEAD) if message.has_content() else None
+    head = head_of(message)
     return head is not None and head.get("status") == "ok"
 
 
 def notice_of(message: Message) -> str:
     """What a server lets a site know (`RollHead.notice`), "" for any other message."""
-    head = message.content.config_records.get(HEAD) if message.has_content() else None
+    head = head_of(message)
     said = head.get("notice") if head is not None else None
     return cleaned(said) if isinstance(said, str) else ""
 
 
 def outline(reply: Message) -> tuple[str, dict[str, float]]:
     """Status and numbers of a reply that this process made, for counting."""
-    head = reply.content.config_records.get(HEAD) if reply.has_content() else None
+    head = head_of(reply)
     if head is None:
         return "error", {}
     if "error" in head and "status" not in head:  # a roll call

@@ -21,7 +21,6 @@ MOST_TEXT = 4 * 2**20
 """Characters of one site's answer."""
 
 Kind = Literal["number", "channel", "length", "labels"]
-Step = Literal["totals", "deviations", "bins"]
 
 
 def _printable(text: str) -> str:
