@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from client.commands.look import Look, looked, paths
 from client.commands.options import approvals_file
 from common.deploy import probe
-from common.deploy.addresses import ip_address, is_loopback
+from common.deploy.addresses import host_port, ip_address, is_loopback
 from common.deploy.checks import VERSIONS_S, Check, each, private, show, versions, writable
 from common.errors import SettingsError
 
@@ -111,11 +110,11 @@ def _network(server: str, ca: Path | None, keys: Sequence[Path], insecure: bool)
     if ca and insecure:
         yield Check("server", False, "--ca and --insecure contradict each other", "leave one of them out")
         return
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})", server)
-    if not match or not 0 < int(match[2]) < 65536:
+    address = host_port(server)
+    if address is None:
         yield Check("server", False, f"--server: {server!r} is not HOST:PORT", "such as fl.example.org:9092")
         return
-    host, port = match[1].strip("[]"), int(match[2])
+    host, port = address
     looks: list[Callable[[], Check]] = [lambda: probe.name_resolves(host), lambda: probe.port_opens(host, port)]
     for look in looks:
         yield (step := look())

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 LOOPBACK = "127.0.0.1"
+HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})"
+
+
+def host_port(text: str) -> tuple[str, int] | None:
+    """Host, without brackets, and port of HOST:PORT; None for what is none."""
+    match = re.fullmatch(HOST_PORT, text)
+    return (match[1].strip("[]"), int(match[2])) if match and 0 < int(match[2]) < 65536 else None
 
 
 def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

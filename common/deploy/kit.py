@@ -21,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 from pydantic import Field
 
+from common.deploy.addresses import HOST_PORT
 from common.errors import SettingsError
 from common.files import replacing
 from common.settings import Name, Section, checked
@@ -39,7 +40,6 @@ FILES = (CA, POLICY, UNIT, COMPOSE, README)
 FORMAT = 1
 MOST_BYTES, MOST_ARCHIVE = 256 * 1024, 1024 * 1024
 """Of one file in a kit, and of the archive."""
-HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})"
 
 
 class Manifest(Section):

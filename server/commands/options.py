@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,6 +27,9 @@ File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The exper
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new one, runs/<name>.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Another seed than the file's.")]
+LinkAuthority = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
+]
 Clients = Annotated[
     int | None, typer.Option(min=1, help="Another number of simulated clients than the file's partition.clients.")
 ]
@@ -121,3 +124,12 @@ def errors(log_format: LogFormat = LogFormat.text) -> Iterator[None]:
     except KeyboardInterrupt:
         console.print("stopped; go on with --resume")
         sys.exit(130)
+
+
+def note(file: Path, what: str, audit: Path | None = None, **more: Any) -> None:
+    """A line in the audit log that was named, or in the one that lies beside a file that a command changes."""
+    from common.deploy.audit import NAME, AuditLog  # hashing and locks, of commands that change something
+
+    place = audit or file.with_name(NAME)
+    if audit or place.exists():
+        AuditLog(place).record(what, **more)

@@ -29,6 +29,7 @@ from server.commands.options import (
     Grace,
     Host,
     Insecure,
+    LinkAuthority,
     Metrics,
     NodesFile,
     Portable,
@@ -148,9 +149,7 @@ def run(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Submit to this control address instead of starting a SuperLink."),
     ] = None,
-    ca: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
-    ] = None,
+    ca: LinkAuthority = None,
     token_file: TokenFile = None,
     host: Host = LOOPBACK,
     fleet_port: FleetPort = 9092,

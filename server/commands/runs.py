@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.settings import printable
-from server.commands.options import Grace, Insecure, TokenFile, errors, token_of
+from server.commands.options import Grace, Insecure, TokenFile, errors, note, token_of
 from server.deploy.users import Role
 from server.rounds.stopping import GRACE_S
 
@@ -189,7 +189,7 @@ def users_add(
         from server.deploy import users as book
 
         token = book.add(file, name, role)
-        _note(file, "user added", name, role=role.value)
+        note(file, "user added", user=name, role=role.value)
         typer.echo(token)
         typer.echo(f"{name} may {role.value}; keep this token in a file of your own, or in FEDKEEL_TOKEN", err=True)
 
@@ -211,16 +211,8 @@ def users_remove(name: str, file: UsersPath = Path("users.toml")) -> None:
         from server.deploy import users as book
 
         book.remove(file, name)
-        _note(file, "user removed", name)
+        note(file, "user removed", user=name)
         typer.echo(f"{name} is shut out")
-
-
-def _note(file: Path, what: str, name: str, **more: Any) -> None:
-    """A line in the audit log that lies beside the users file, if one does."""
-    from common.deploy.audit import NAME, AuditLog
-
-    if (place := file.with_name(NAME)).exists():
-        AuditLog(place).record(what, user=name, **more)
 
 
 def _experiment(path: Path) -> Any:

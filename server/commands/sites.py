@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from server.commands.options import State, errors
+from server.commands.options import State, errors, note
 
 # Imported where used: cryptography and httpx take tenths of a second, and `--help` needs none of them.
 
@@ -20,15 +20,6 @@ Audit = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="Note it in this audit log; default: audit.jsonl beside the nodes file, if any."),
 ]
-
-
-def note(audit: Path | None, file: Path, what: str, site: str, key: str = "", **more: Any) -> None:
-    """A line in the audit log that was named, or that lies beside the nodes file."""
-    from common.deploy.audit import NAME, AuditLog
-
-    place = audit or file.with_name(NAME)
-    if audit or place.exists():
-        AuditLog(place).record(what, site=site, key=key, **more)
 
 
 def _date(text: str) -> datetime.date:
@@ -58,7 +49,7 @@ def kit(
         if not file.exists():
             nodes.write(file, {})
             typer.echo(f"{file}: the sites that may join, none yet")
-        note(audit, file, "kit made", name, made.manifest.authorities[0], server=server)
+        note(file, "kit made", audit, site=name, key=made.manifest.authorities[0], server=server)
         typer.echo(f"{out or Path(f'{name}.zip')}: for {name}; there: python -m client join {name}.zip --data PATH")
         typer.echo("over the phone, read out the authority's fingerprint; both sides must have the same:")
         for fingerprint in made.manifest.authorities:
@@ -87,7 +78,7 @@ def nodes_add(
         from server.deploy import nodes
 
         print_ = nodes.add(file, name, key, fingerprint=fingerprint, also=also, expires=expires)
-        note(audit, file, "nodes add", name, print_, also=also, expires=str(expires or ""))
+        note(file, "nodes add", audit, site=name, key=print_, also=also, expires=str(expires or ""))
         until = f" until {expires}" if expires else ""
         typer.echo(f"{name} may join with key {print_}{until}")
 
@@ -119,7 +110,7 @@ def nodes_retire(name: str, fingerprint: Fingerprint = "", file: SiteFile = NODE
         from server.deploy import nodes
 
         print_ = nodes.retire(file, name, fingerprint)
-        note(audit, file, "nodes retire", name, print_)
+        note(file, "nodes retire", audit, site=name, key=print_)
         typer.echo(f"{name}: key {print_} is refused from now on")
 
 
@@ -130,5 +121,5 @@ def nodes_remove(name: str, file: SiteFile = NODES, audit: Audit = None) -> None
         from server.deploy import nodes
 
         for key in nodes.remove(file, name):
-            note(audit, file, "nodes remove", name, key.fingerprint)
+            note(file, "nodes remove", audit, site=name, key=key.fingerprint)
         typer.echo(f"{name} is shut out")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from common.deploy.options import finite
-from server.commands.options import File, Insecure, errors, token_of
+from server.commands.options import File, Insecure, LinkAuthority, errors, token_of
 from server.rounds.stopping import Stop, StopOnSignal, heed
 
 # Imported where used: torch and Flower take seconds, and `--help` needs none of them.
@@ -25,9 +26,7 @@ def statistics(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Ask the sites at this control address. Without: simulated clients."),
     ] = None,
-    ca: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="With --superlink: the authority it is signed by.")
-    ] = None,
+    ca: LinkAuthority = None,
     insecure: Insecure = False,
     sites: Annotated[int, typer.Option(min=1, help="With --superlink: wait for so many.")] = 1,
     far: Annotated[
@@ -67,8 +66,6 @@ def _simulated(experiment: Experiment, far: float) -> str:
 def _asked(
     experiment: Experiment, superlink: str, ca: Path | None, insecure: bool, sites: int, far: float, stop: Stop
 ) -> str:
-    import time
-
     from common.errors import RunError
     from server.app import STATISTICS
     from server.deploy.federation import running_link

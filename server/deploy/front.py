@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from common.deploy.audit import NAME, AuditLog
 from server.deploy.gate import Gate, Owners
 from server.deploy.queue import Queue
 from server.deploy.runs_api import routes
+from server.deploy.seldom import Seldom
 from server.deploy.users import Users
 
 USERS, TOKEN, BOOKS = "FEDKEEL_USERS", "FEDKEEL_OWN_TOKEN", "FEDKEEL_BOOKS"
 """In the SuperLink's environment: the users file, the token of the process that started it, the folder of what it keeps
 beside Flower's database."""
 OWNERS = "owners.json"
-SILENT_S = 60.0
-"""Somebody who is refused for one reason is told of once in so many seconds."""
 
 log = logging.getLogger("flwr")
 
@@ -39,18 +37,14 @@ def install(program: Any) -> None:
     books = Path(place)
     owners, queue, audit = Owners(books / OWNERS), Queue(books), AuditLog(books / NAME, "superlink")
 
-    last: dict[tuple[str, str], float] = {}
+    seldom = Seldom()
 
     def told(who: str, what: str, why: str) -> None:
         if not why:
             audit.try_record("submitted", actor=who, run=what)
             return
-        now = time.monotonic()
-        if now - last.get((who, why), -SILENT_S) < SILENT_S:
+        if not seldom.due((who, why)):
             return  # who guesses must not fill the disk
-        if len(last) > 1000:
-            last.clear()
-        last[who, why] = now
         log.warning("refused %s at the control port: %s: %s", who, what, why)
         audit.try_record("control", "refused", actor=who, call=what, why=why)
 

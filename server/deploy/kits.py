@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from string import Template
 from cryptography import x509
 
 from common.deploy import kit, probe
+from common.deploy.addresses import host_port
 from common.errors import SettingsError
 from common.settings import name_fault
 from server.deploy.certs import ALWAYS_HOSTS, Certificates
@@ -33,13 +33,13 @@ class Order:
         """Raise SettingsError for a name, an address or certificates with which the site could not join."""
         if fault := name_fault(self.name):
             raise SettingsError(fault)
-        match = re.fullmatch(kit.HOST_PORT, self.server)
-        if not match or not 0 < int(match[2]) < 65536:
+        address = host_port(self.server)
+        if address is None:
             raise SettingsError(f"--server: {self.server!r} is not HOST:PORT, such as fl.example.org:9092")
         certificate = Certificates(self.certificates).certificate
         if not certificate.is_file():
             return  # it lies where the SuperLink runs
-        host, made = match[1].strip("[]"), x509.load_pem_x509_certificate(certificate.read_bytes())
+        host, made = address[0], x509.load_pem_x509_certificate(certificate.read_bytes())
         if not probe.covers(made, host):
             names = ", ".join(set(probe.names_of(made)) - set(ALWAYS_HOSTS)) or "nothing"
             raise SettingsError(f"--server: the certificate in {self.certificates} is for {names}; not for {host}")

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,17 @@ from flwr.supercore.logger import update_console_handler
 from common.deploy.keys import fingerprint_or
 from common.flower import MOST_CALL_BYTES, keepalive
 from server.deploy import front
+from server.deploy.seldom import Seldom
 from server.deploy.waiting import VARIABLE, Knocks
 
 log = logging.getLogger("flwr")
-
-SILENT_S = 60.0
-"""A node that keeps trying is told of once in so many seconds."""
 
 REFUSALS = (
     ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED,
     ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
 )
 
-_told: dict[str, float] = {}
+_told = Seldom()
 _activating = threading.Lock()
 
 
@@ -170,11 +167,7 @@ def _tell_failed_signatures() -> None:
 
 
 def _tell(reason: str) -> None:
-    now = time.monotonic()
-    if now - _told.get(reason, -SILENT_S) >= SILENT_S:
-        if len(_told) > 1000:  # keys come from the network
-            _told.clear()
-        _told[reason] = now
+    if _told.due(reason):
         log.warning("refused a node: %s", reason)
 
 

@@ -9,9 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
-import click
 import pytest
-import typer
 from grimp import build_graph
 
 from benchmarks import house
@@ -24,6 +22,7 @@ from common.tasks import TASKS
 from strategies.registry import REGISTRY, Entry, hyperparameter_names, settled
 from tests.server.rounds.test_resume import digits
 from tests.strategies import test_one_round
+from tests.support.commands import parsed
 from tests.support.faults import ran
 from tests.support.helpers import Simulation
 from tests.support.helpers import experiment as quadratic
@@ -193,15 +192,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_in_the_documents_exist_with_these_options(command: str) -> None:
-    _, _, module, *words = shlex.split(command)
-    current = typer.main.get_command(import_module(f"{module}.__main__").cli)
-    context = click.Context(current)
-    while isinstance(current, click.Group):
-        current = current.commands[words.pop(0)]
-        context = click.Context(current, parent=context)
-    options, rest, _ = current.make_parser(context).parse_args(list(words))
-    assert not rest
-    assert options
+    assert parsed(shlex.split(command))
 
 
 def test_every_row_of_reliability_names_a_test_that_exists() -> None:

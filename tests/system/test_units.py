@@ -6,17 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer
 import yaml
 
 from common.flower import ROOT
 from server.deploy import kits
+from tests.support.commands import parsed
 
 UNITS = sorted((ROOT / "docker" / "systemd").glob("*.service"))
 TEMPLATE = kits.TEMPLATES / "fedkeel.service"
@@ -25,20 +23,6 @@ MOST_EXPOSED = 2.0
 """Of 10, by `systemd-analyze security`: 9.6 is a unit that says nothing."""
 
 analyze = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
-
-
-def parsed(words: list[str]) -> dict[str, Any]:
-    """What a command of this project makes of its words: options that are not there raise."""
-    assert words[:3] == ["python", "-m", words[2]]
-    module, words = words[2], words[3:]
-    current = typer.main.get_command(import_module(f"{module}.__main__").cli)
-    context = click.Context(current)
-    while isinstance(current, click.Group):
-        current = current.commands[words.pop(0)]
-        context = click.Context(current, parent=context)
-    options, rest, _ = current.make_parser(context).parse_args(list(words))
-    assert not rest
-    return options
 
 
 def unit(path: Path) -> str:

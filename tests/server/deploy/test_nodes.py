@@ -27,6 +27,7 @@ from server.commands import doctor
 from server.deploy import nodes, superlink_program, waiting
 from server.deploy.admission import Admission, reconcile
 from server.deploy.control import Node
+from server.deploy.seldom import Seldom
 
 DAY = datetime.date(2027, 1, 1)
 
@@ -300,7 +301,7 @@ def test_a_fingerprint_in_every_form(tmp_path: Path) -> None:
 def servicer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetServicer:
     for method in ("ActivateNode", "RegisterNode"):
         monkeypatch.setattr(FleetServicer, method, getattr(FleetServicer, method))
-    monkeypatch.setattr(superlink_program, "_told", {})
+    monkeypatch.setattr(superlink_program, "_told", Seldom())
     superlink_program._explain("ActivateNode", superlink_program._why_not_activated)
     superlink_program._one_process_a_name()
     superlink_program._note_knocks(waiting.Knocks(tmp_path / "w.json"))
