@@ -76,7 +76,7 @@ cli.add_typer(audit_commands.commands(errors), name="audit")
 )
 def join(
     kit: KitFile = None,
-    server: Server = "",
+    server: Server = None,
     name: Names = None,
     ca: Authority = None,
     key: Key = None,

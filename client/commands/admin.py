@@ -90,7 +90,7 @@ def memory_reset(
 
 
 def doctor(
-    server: Server = "",
+    server: Server = None,
     name: Annotated[list[str] | None, typer.Option(help="As for `join`; may be given again.")] = None,
     ca: Authority = None,
     key: Key = None,
@@ -119,7 +119,7 @@ def doctor(
         from client.commands.doctor import doctor_command
 
         code = doctor_command(
-            server,
+            server or "",
             names=name or [],
             ca=ca,
             key=key,

@@ -34,7 +34,7 @@ def _checked_names(names: list[str] | None) -> list[str] | None:
     return names
 
 
-Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]
+Server = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The Flower server's Fleet address.")]
 Names = Annotated[
     list[str] | None,
     typer.Option(

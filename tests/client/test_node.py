@@ -205,6 +205,14 @@ def test_what_is_no_address_is_told(server: str) -> None:
     assert f"{server!r} is not HOST:PORT" in ended.output
 
 
+@pytest.mark.parametrize("words", [["--name", "a"], ["--server", "127.0.0.1:1"], []])
+def test_what_join_cannot_do_without_is_told(words: list[str]) -> None:
+    """Half of it is no address that is wrong, but something that was left out."""
+    ended = CliRunner().invoke(cli, ["join", *words])
+    assert ended.exit_code == 2
+    assert "join: give the kit of the server's operator, or --server and --name" in ended.output
+
+
 def test_addresses() -> None:
     for address in ("fl.example.org:9092", "[::1]:9092", "localhost:9092", "10.0.0.7:1"):
         assert server_address(address) == address
