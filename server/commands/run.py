@@ -46,6 +46,7 @@ from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
 if TYPE_CHECKING:
     from server.rounds.folder import RunFolder
+    from server.watch.link_metrics import LinkMetrics
     from server.watch.viewers import Viewer
 
 # Imported where used: torch, Flower and matplotlib take seconds, numpy a tenth of one, and `--help` needs none of them.
@@ -181,11 +182,12 @@ def run(
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
         control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
         prepare(settings)
-        with watched(settings, metrics, log_format) as display:
+        sites = _link_metrics(metrics, nodes) if control is None else None
+        with watched(settings, metrics, log_format, sites) as display:
             if control is not None:
                 federation.attach(settings, folder, display, resume=resume, control=control, stop=stop)
             else:
-                federation.run(settings, folder, display, resume=resume, options=options, stop=stop)
+                federation.run(settings, folder, display, resume=resume, options=options, stop=stop, metrics=sites)
         _conclude(folder, display)
 
 
@@ -212,8 +214,18 @@ def superlink(
         from server.watch.viewers import endpoint, say
 
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
-        with endpoint(metrics, lambda: (service.healthy(options), {})):
-            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once)
+        seen = _link_metrics(metrics, nodes)
+        with endpoint(metrics, lambda: (service.healthy(options), {}), more=seen):
+            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once, metrics=seen)
+
+
+def _link_metrics(metrics: str | None, nodes: Path | None) -> LinkMetrics | None:
+    if metrics is None:
+        return None
+    from server.deploy.nodes import read
+    from server.watch.link_metrics import LinkMetrics
+
+    return LinkMetrics((lambda: read(nodes)) if nodes else None)
 
 
 def _open(

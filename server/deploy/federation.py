@@ -22,6 +22,7 @@ from server.rounds.folder import RunFolder
 from server.rounds.provenance import origin
 from server.rounds.stopping import Stop, heed
 from server.watch.follow import follow
+from server.watch.link_metrics import LinkMetrics
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
 
@@ -39,11 +40,12 @@ def run(
     device: str = "cpu",
     options: LinkOptions | None = None,
     stop: Stop = lambda: None,
+    metrics: LinkMetrics | None = None,
 ) -> None:
     """Run an experiment behind a SuperLink of its own, with resident clients `names` started here, and show its rounds.
 
     Stops every process that it started, also when it is stopped. Raises what ended the run, and Stopped if `stop` asked
-    before it began.
+    before it began. `metrics`: told where to ask.
     """
     options = options or LinkOptions()
     options.check()
@@ -58,6 +60,8 @@ def run(
             start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device)
         )
         stack.enter_context(link)
+        if metrics:
+            metrics.follow(link.control.look)
         if options.nodes:
             stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
         if not names:
