@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -101,7 +102,7 @@ class LocalWork:
         self._order = generator(bench.experiment.seed, "batches", head.client, head.round)
         self._present: tuple[Any, bool] = (None, False)
         self._fresh: Iterator[tuple[Any, bool]] | None = None
-        self._fresh_order = lambda: generator(bench.experiment.seed, "fresh batches", head.client, head.round)
+        self._fresh_order = partial(generator, bench.experiment.seed, "fresh batches", head.client, head.round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
     @property
