@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from common.arithmetic import describe, require
 from common.compression.feedback import Codec
 from common.data.examples import ClientData, Examples
 from common.data.grant import EVERYTHING, Grant, granted
+from common.data.places import own as own_file
+from common.data.schema import schema_hash
 from common.errors import ExperimentError, Sayable, SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
@@ -34,6 +37,8 @@ from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
 from strategies.registry import settled
+
+log = logging.getLogger("client.session")
 
 MOST_CLASSES = 10_000
 VERSIONS = versions()
@@ -59,6 +64,7 @@ class Session:
     grant: Grant = EVERYTHING
     """What could be named when it was built."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
+    _schemas: dict[str, str] = field(default_factory=dict)
     _sound: bool = False
 
     @classmethod
@@ -101,7 +107,9 @@ class Session:
             self._data[name, file] = ClientData(held.train.to(self.device), held.evaluate.to(self.device), held.steps)
         return self._data[name, file]
 
-    def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
+    def roll(
+        self, names: list[str], file: str, share_labels: bool, in_flight: int, share_schema: bool = True
+    ) -> RollReply:
         """The answer to a roll call for the clients that this node hosts."""
         held = [self.data(name, file) for name in names]
         self._check_loss(held)
@@ -117,7 +125,18 @@ class Session:
             versions=VERSIONS,
             in_flight=in_flight,
             arithmetic=describe(self.device),
+            schema=self._schema_of(file, held) if share_schema else "",
         )
+
+    def _schema_of(self, file: str, held: Sequence[ClientData]) -> str:
+        if file not in self._schemas:
+            try:
+                train = held[0].train
+                self._schemas[file] = schema_hash(own_file(file, "--data", folders=True) if file else None, train)
+            except Exception as error:  # a word for the operator: no data are refused for it
+                log.info("what these data look like could not be hashed: %s", error)
+                self._schemas[file] = ""
+        return self._schemas[file]
 
     def _check_loss(self, held: Sequence[ClientData]) -> None:
         """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.
