@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,8 @@ from common.flower import ROOT
 
 LOOK_S = 4.0
 """Two such questions end within the time that Prometheus waits for an answer."""
+Watcher = Callable[[Callable[[str], Any]], None]
+"""Told how to ask a SuperLink: with what answers a GET of a path of its control port."""
 NEVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """In errors that stay however long one waits."""
 

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,12 +15,12 @@ import psutil
 from common.deploy.addresses import answers, reachable
 from common.errors import RunError
 from server.deploy.admission import Admission
+from server.deploy.control import Watcher
 from server.deploy.queue import Queue
 from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.deploy.turns import Turns
 from server.rounds.stopping import GRACE_S, Stop
-from server.watch.link_metrics import LinkMetrics
 from server.watch.tail import Tail
 
 LOOK_S = 0.2
@@ -36,13 +36,13 @@ def serve(
     say: Callable[[str], None],
     grace_s: float = GRACE_S,
     at_once: int = 1,
-    metrics: LinkMetrics | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> None:
     """Run a SuperLink until `stop`; then let the server apps behind it finish the round in hand first.
 
     What it and the server apps print goes through `say`, so that all lines have one form. Raises SettingsError before
-    it starts, and RunError if it ends by itself. `at_once`: how many runs of its queue go on side by side. `metrics`:
-    told where to ask.
+    it starts, and RunError if it ends by itself. `at_once`: how many runs of its queue go on side by side. `watchers`
+    are told how to ask it.
     """
     options.check()
     with ExitStack() as stack:
@@ -53,8 +53,8 @@ def serve(
         stack.enter_context(link)
         if options.nodes:
             stack.enter_context(Admission(options.nodes, link.control, say, link.knocks))
-        if metrics:
-            metrics.follow(link.control.look)
+        for told in watchers:
+            told(link.control.look)
         turns = stack.enter_context(Turns(Queue(link.books), link.control, say, at_once))
         how = "TLS" if options.certificates else "plain text"
         runs = f"{options.control_host}:{link.control_port}"
