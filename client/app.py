@@ -76,7 +76,9 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
     # Flower hands a context's memory to one message at a time.
     in_flight = 1 if isinstance(memory_of(context, session), ContextMemory) else 0
     policy, data = policy_of(context), str(context.node_config.get("data", ""))
-    reply = session.roll(names, data, shares_labels(context), in_flight, policy.share_schema)
+    reply = session.roll(names, data, shares_labels(context), in_flight)
+    if policy.share_schema:
+        reply = replace(reply, data_schema=session.data_schema(names, data, head.run))
     for steps in reply.steps:
         policy.check_steps(steps)
         if steps >= 2**63:

@@ -64,7 +64,7 @@ class Session:
     grant: Grant = EVERYTHING
     """What could be named when it was built."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
-    _schemas: dict[str, str] = field(default_factory=dict)
+    _schemas: dict[tuple[str, str], str] = field(default_factory=dict)
     _sound: bool = False
 
     @classmethod
@@ -107,9 +107,7 @@ class Session:
             self._data[name, file] = ClientData(held.train.to(self.device), held.evaluate.to(self.device), held.steps)
         return self._data[name, file]
 
-    def roll(
-        self, names: list[str], file: str, share_labels: bool, in_flight: int, share_schema: bool = True
-    ) -> RollReply:
+    def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
         """The answer to a roll call for the clients that this node hosts."""
         held = [self.data(name, file) for name in names]
         self._check_loss(held)
@@ -125,18 +123,19 @@ class Session:
             versions=VERSIONS,
             in_flight=in_flight,
             arithmetic=describe(self.device),
-            schema=self._schema_of(file, held) if share_schema else "",
         )
 
-    def _schema_of(self, file: str, held: Sequence[ClientData]) -> str:
-        if file not in self._schemas:
+    def data_schema(self, names: Sequence[str], file: str, run: str) -> str:
+        """A hash of what the data of this node look like; "" where it cannot be made: no data are refused for it."""
+        if (run, file) not in self._schemas:
+            self._schemas.clear()
+            path = own_file(file, "--data", folders=True) if file else None
             try:
-                train = held[0].train
-                self._schemas[file] = schema_hash(own_file(file, "--data", folders=True) if file else None, train)
-            except Exception as error:  # a word for the operator: no data are refused for it
+                self._schemas[run, file] = schema_hash(path, self.data(names[0], file).train, run)
+            except Exception as error:
                 log.info("what these data look like could not be hashed: %s", error)
-                self._schemas[file] = ""
-        return self._schemas[file]
+                self._schemas[run, file] = ""
+        return self._schemas[run, file]
 
     def _check_loss(self, held: Sequence[ClientData]) -> None:
         """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.

@@ -1,6 +1,6 @@
 """What a site's data look like, as a short hash: whether two sites hold the same kind of data, without a name told.
 
-Hashed are: of a table its columns' names, in their order, with the kind of each; of an .npz archive its arrays' names,
+Hashed are: of a table its columns' names with the kind of each, in any order; of an .npz archive its arrays' names,
 kinds and the shape of one entry, and the names of classes that it declares; of a data set saved by Hugging Face's
 `datasets` the same from its description; and of the examples as the task holds them the shape and kind of one. Of
 values none: which labels occur, how many rows there are, how long texts are does not count.
@@ -9,19 +9,21 @@ values none: which labels occur, how many rows there are, how long texts are doe
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
+import io
 import itertools
 import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from common.data.examples import Examples
 from common.data.rows import SAVED, holds_tables
-from common.data.tables import CSV, ENDINGS, JSONL, TSV, opened_text, splits, table_file
+from common.data.tables import CSV, ENDINGS, JSONL, TSV, splits
 
 LETTERS = 12
 SAMPLED = 1000
@@ -31,29 +33,30 @@ BLANK = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 Schema = list[Any]
 
 
-def schema_hash(path: Path | None, examples: Examples) -> str:
-    """The first letters of the SHA-256 of the schema of a site's own file or folder, and of its examples.
+def schema_hash(path: Path | None, examples: Examples, run: str = "") -> str:
+    """The first letters of the SHA-256 of the schema of a site's own file or folder, and of its examples; another one
+    in each run.
 
     Reads the head of files, not the data. Raises whatever unreadable data raise.
     """
-    text = json.dumps([_of_path(path) if path else [], _of_examples(examples)], separators=(",", ":"))
+    text = json.dumps([run, sorted(_of_path(path)) if path else [], _of_examples(examples)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LETTERS]
 
 
 def _of_path(path: Path) -> Schema:
     if path.is_dir():
         if not holds_tables(path):
-            return ["images"]
+            return [["images"]]
         held = splits(path)
         split = None if not held else "train" if "train" in held else held[0]
         folder = path / split if split and (path / SAVED[0]).is_file() else path
         if (folder / "dataset_info.json").is_file():
             return _of_saved(folder / "dataset_info.json")
-        path = table_file(path, split)
+        path = next(each for each in path.iterdir() if each.name in {f"{split}{ending}" for ending in ENDINGS})
     if path.name.endswith((*CSV, *TSV)):
         return _of_csv(path)
     if path.name.endswith(JSONL):
-        with opened_text(path) as file:
+        with _opened(path) as file:
             row = json.loads(next(line for line in file if line.strip()))
         return [[name, _kind(value)] for name, value in row.items()]
     if path.name.endswith(ENDINGS):
@@ -62,11 +65,15 @@ def _of_path(path: Path) -> Schema:
 
 
 def _of_csv(path: Path) -> Schema:
-    with opened_text(path, newline="") as file:
+    with _opened(path) as file:
         reader = csv.reader(file, delimiter="\t" if path.name.endswith(TSV) else ",")
         names = next(reader, [])
         rows = [row for row in itertools.islice(reader, SAMPLED) if len(row) == len(names)]
     return [[name, "number" if _all_numbers([row[i] for row in rows]) else "text"] for i, name in enumerate(names)]
+
+
+def _opened(path: Path) -> IO[str]:
+    return io.TextIOWrapper(gzip.open(path) if path.suffix == ".gz" else path.open("rb"), "utf-8-sig", newline="")
 
 
 def _all_numbers(cells: Sequence[str]) -> bool:
@@ -101,11 +108,11 @@ def _of_npz(path: Path) -> Schema:
     with zipfile.ZipFile(path) as archive:
         for name in sorted(archive.namelist()):
             if name.startswith("train_jpeg_"):
-                return ["mosaics"]
+                return [["mosaics"]]
             with archive.open(name) as file:
-                version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+                version = np.lib.format.read_magic(file)
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)  # type: ignore[no-untyped-call]
+                shape, _, dtype = read(file)
             if name == "classes.npy":
                 with np.load(path, allow_pickle=False) as whole:
                     found.append(["classes", whole["classes"].tolist()])

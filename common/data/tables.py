@@ -89,8 +89,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise SettingsError(f"{path} cannot be read: {error}") from None
 
 
-def opened_text(path: Path, newline: str | None = None) -> IO[str]:
-    """A table of text, unpacked where it is packed, without a byte-order mark."""
+def _opened(path: Path, newline: str | None = None) -> IO[str]:
     file: Any = gzip.GzipFile(path) if path.name.endswith(".gz") else path.open("rb")
     return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
 
@@ -98,7 +97,7 @@ def opened_text(path: Path, newline: str | None = None) -> IO[str]:
 def _read_csv(path: Path, delimiter: str) -> Table:
     limit = csv.field_size_limit(LONGEST_CELL)
     try:
-        with opened_text(path, newline="") as file:
+        with _opened(path, newline="") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             names = next(reader, [])
             if not names or len(set(names)) < len(names):
@@ -132,7 +131,7 @@ def _parsed(cells: list[str]) -> Column:
 def _read_jsonl(path: Path) -> Table:
     columns: dict[str, list[Any]] = {}
     numbers: list[int] = []
-    with opened_text(path) as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 row = _json_row(line, f"{path}, line {number}")
@@ -224,16 +223,6 @@ def _read_folder(path: Path, split: str | None) -> Table:
         raise SettingsError(f"{path}: no split {name!r}; allowed: {', '.join(sorted(held))}")
     chosen = held[name]
     return read_table(chosen) if isinstance(chosen, Path) else dataset_table(chosen, f"{path}, split {name!r}")
-
-
-def table_file(folder: Path, split: str | None) -> Path:
-    """The file of a table in a folder of files. Raises SettingsError if there is none."""
-    held = _files(folder)
-    if split is None and len(held) == 1:
-        return next(iter(held.values()))
-    if split not in held:
-        raise SettingsError(f"{folder}: no split {split!r}; allowed: {', '.join(sorted(held))}")
-    return held[split]
 
 
 def _is_dataset(path: Path) -> bool:

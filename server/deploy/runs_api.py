@@ -135,9 +135,9 @@ class Books:
         for run in reversed(self.everything()):  # the newest last
             if not run["folder"]:
                 continue
-            roll = _json(Path(run["folder"]) / ROLL)
-            odd = _odd(roll)
-            rolls |= {int(member["node"]): {**member, "odd": member.get("schema") in odd} for member in roll}
+            members = _json(Path(run["folder"]) / ROLL)
+            odd = _odd(members)
+            rolls |= {int(each["node"]): {**each, "odd": each.get("data_schema") in odd} for each in members}
             for note in RunFolder(run["folder"]).notes():
                 word, _, why = note.partition(": ")
                 if word.startswith("refused node ") and word.split()[-1].lstrip("-").isdecimal():
@@ -157,7 +157,7 @@ class Books:
                     "examples": roll.get("examples"),
                     "versions": roll.get("versions", ""),
                     "arithmetic": roll.get("arithmetic", ""),
-                    "schema": roll.get("schema", ""),
+                    "schema": roll.get("data_schema", ""),
                     "schema_differs": bool(roll.get("odd")),
                     "device": roll.get("device", ""),
                     "refused": "" if roll else refused.get(node.node_id, ""),
@@ -168,7 +168,7 @@ class Books:
 
 def _odd(roll: Sequence[Found]) -> set[str]:
     """Of the schemas of a roll those that are not most clients'; all of them where there is no such majority."""
-    count = Counter(member["schema"] for member in roll if member.get("schema"))
+    count = Counter(member["data_schema"] for member in roll if member.get("data_schema"))
     usual = next((schema for schema, many in count.items() if 2 * many > count.total()), None)
     return set(count) - {usual}
 

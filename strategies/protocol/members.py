@@ -48,7 +48,7 @@ class Member:
     labels: str = ""
     arithmetic: str = ""
     """How it computes, a line; "" of a client from before it was told."""
-    schema: str = ""
+    data_schema: str = ""
     """A hash of what its data look like; "" where it is not told."""
 
 
@@ -124,7 +124,7 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
     columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
-    schema = answer.schema if re.fullmatch("[0-9a-f]*", answer.schema) else ""
+    schema = answer.data_schema if re.fullmatch("[0-9a-f]*", answer.data_schema) else ""
     about = answer.device, answer.versions
     return [
         Member(name, node, examples, evaluation, steps, *about, labels, answer.arithmetic, schema)

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Context, RecordDict
 
-from client.policy import Policy
-from client.session import Session
+from client.app import _roll
 from common.data.examples import Examples
 from common.data.schema import LETTERS, schema_hash
 from common.experiment import Experiment
@@ -22,7 +21,7 @@ from common.flower import versions
 from server.deploy.runs_api import _odd
 from server.rounds.prepare import prepare
 from strategies.protocol.members import members_of
-from strategies.protocol.messages import HEAD, RollReply, write_head
+from strategies.protocol.messages import HEAD, RollHead, RollReply, read_head, write_head
 from tests.support.faults import FaultyGrid, ran, toy
 
 VECTORS = Examples(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
@@ -55,10 +54,9 @@ NPZ = {"x": np.zeros((5, 4), np.float32), "y": np.zeros(5, np.int64)}
         (
             "a.csv",
             CSV,
-            ["age,weight,label\n3,,b\n4,5,c\n", "age,weight,label\n1.5,NA,d\n"],
+            ["age,weight,label\n3,,b\n4,5,c\n", "age,weight,label\n1.5,NA,d\n", "label,weight,age\nx,1,2\n"],
             [
                 "age,weight,outcome\n1,2.5,a\n",
-                "weight,age,label\n1,2.5,a\n",
                 "age,weight,label\nold,2.5,a\n",
                 "age,label\n1,a\n",
             ],
@@ -133,19 +131,27 @@ def test_examples_count_by_shape_and_kind_and_texts_not_by_their_length() -> Non
     assert schema_hash(None, object()) == schema_hash(None, object())  # type: ignore[arg-type]
 
 
-def session_of(**task: Any) -> Session:
-    text = Experiment.model_validate({"name": "x", "task": {"name": "npz", "pooled": False, **task}}).json()
-    return Session.of(text, SimpleNamespace(node_config={"name": "a"}))  # type: ignore[arg-type]
+SECRETS = {**NPZ, "secret_key": np.zeros(5)}
+
+
+def asked(tmp_path: Path, run: str = "r", policy: str = "") -> RollReply:
+    """What a site with an .npz of its own answers to a roll call."""
+    task = {"name": "npz", "pooled": False, "shape": [4], "classes": 2}
+    text = Experiment.model_validate({"name": "x", "task": task}).json()
+    path = written(tmp_path / "secret-name.npz", SECRETS)
+    config = {"name": "a", "data": str(path), "policy": policy}
+    context = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
+    return read_head(RollReply, RecordDict({HEAD: _roll(RollHead(text, run), context, ["open"])}))
 
 
 def test_a_site_tells_it_in_the_roll_call_unless_its_policy_says_no(tmp_path: Path) -> None:
-    path = written(tmp_path / "secret-name.npz", {**NPZ, "secret_key": np.zeros(5)})
-    session = session_of(shape=[4], classes=2)
-    told = session.roll(["a"], str(path), False, 0)
-    assert told.schema == schema_hash(path, session.data("a", str(path)).train) != ""
+    told = asked(tmp_path)
+    assert not told.error
+    assert len(told.data_schema) == LETTERS
+    assert told.data_schema != asked(tmp_path, "another run").data_schema
     assert "secret" not in repr(told)
-    assert session.roll(["a"], str(path), False, 0, share_schema=False).schema == ""
-    assert Policy().share_schema
+    policy = written(tmp_path / "policy.toml", "share_schema = false\n")
+    assert asked(tmp_path, policy=str(policy)).data_schema == ""
 
 
 def test_data_that_cannot_be_hashed_are_no_reason_to_refuse_a_site(
@@ -155,24 +161,24 @@ def test_data_that_cannot_be_hashed_are_no_reason_to_refuse_a_site(
         raise ValueError("odd")
 
     monkeypatch.setattr("client.session.schema_hash", fault)
-    told = session_of(shape=[4], classes=3).roll(["a"], str(written(tmp_path / "a.npz", NPZ)), False, 0)
-    assert (told.schema, told.examples) == ("", [5])
+    told = asked(tmp_path, "odd")
+    assert (told.data_schema, told.examples, told.error) == ("", [5], "")
 
 
 def test_the_roll_of_a_run_has_it(tmp_path: Path) -> None:
     done = ran(tmp_path, toy(rounds=1), FaultyGrid(memory=str(tmp_path / "memory")))
     roll = json.loads((done.folder.path / "roll.json").read_text())
-    assert len({member["schema"] for member in roll}) == 1
-    assert len(roll[0]["schema"]) == LETTERS
+    assert len({member["data_schema"] for member in roll}) == 1
+    assert len(roll[0]["data_schema"]) == LETTERS
 
 
 @pytest.mark.parametrize("schema", ["0123abcdef12", "", "age,weight", "\x1b[2J", "f" * 10**6])
 def test_what_is_no_hash_is_not_shown(schema: str) -> None:
     layout = prepare(toy()).model.layout_hash
-    reply = RollReply(["a"], [1], [1], [1], [""], layout, "", "cpu", versions(), schema=schema)
-    message = Message(RecordDict({HEAD: write_head(reply)}), dst_node_id=1, message_type="query")
-    (member,), _ = members_of(1, message, layout, "")
-    assert member.schema == (schema if schema == "0123abcdef12" else "f" * 64 if len(schema) > 64 else "")
+    reply = RollReply(["a"], [1], [1], [1], [""], layout, "", "cpu", versions(), data_schema=schema)
+    message = SimpleNamespace(has_error=lambda: False, content=RecordDict({HEAD: write_head(reply)}))
+    (member,), _ = members_of(1, message, layout, "")  # type: ignore[arg-type]
+    assert member.data_schema == (schema if schema == "0123abcdef12" else "f" * 64 if len(schema) > 64 else "")
 
 
 @pytest.mark.parametrize(
@@ -180,5 +186,5 @@ def test_what_is_no_hash_is_not_shown(schema: str) -> None:
     [("aab", "b"), ("aa", ""), ("ab", "ab"), ("aabb", "ab"), ("aaab-", "b"), ("-", ""), ("", "")],
 )
 def test_who_differs_from_most(schemas: str, odd: str) -> None:
-    roll: list[dict[str, Any]] = [{"schema": "" if each == "-" else each} for each in schemas]
+    roll: list[dict[str, Any]] = [{"data_schema": "" if each == "-" else each} for each in schemas]
     assert _odd([*roll, {}]) == set(odd)

@@ -352,7 +352,7 @@ def test_show_and_sites(world: World, tmp_path: Path) -> None:
     assert [line["round"] for line in shown["rounds_done"]] == [1, 2]
     assert (shown["round"], "[task]" in shown["settings"]) == (2, True)
     roll = json.loads((path / "roll.json").read_text())
-    roll = [{**roll[0], "node": roll[0]["node"] + 10 * i, "schema": "baa"[i]} for i in range(3)]
+    roll = [{**roll[0], "node": roll[0]["node"] + 10 * i, "data_schema": "baa"[i]} for i in range(3)]
     (path / "roll.json").write_text(json.dumps(roll))
     about = {"last_deactivated_at": "yesterday", "online_until": 0.0}
     world.nodes = [
