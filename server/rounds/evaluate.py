@@ -14,6 +14,7 @@ from common.tasks.base import evaluate as evaluate_model
 from server.rounds.exchange import Exchange
 from server.rounds.roster import Roster
 from strategies.protocol.acceptance import check_evaluation
+from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, read_reply
 
@@ -24,15 +25,15 @@ Results = Mapping[str, tuple[int, Mapping[str, float]]]
 class Evaluation:
     """Evaluates the coordinator's model as `[evaluate]` says."""
 
-    def __init__(self, task: Task, model: FlatModel, experiment: Experiment) -> None:
+    def __init__(self, task: Task, model: FlatModel, experiment: Experiment, strategy: Algorithm) -> None:
         self._task = task
         self._model = model
         self._settings = experiment.evaluate
         self._last = experiment.rounds
         self._deadline = experiment.round.deadline_s
         # Without its personal part there is no global model to evaluate.
-        self._central = None if experiment.personal.parts else task.central()
-        auto = "all" if self._central is None or experiment.personal.active else "none"
+        self._central = None if experiment.personal.parts or strategy.personal else task.central()
+        auto = "all" if self._central is None or strategy.own_models(experiment) else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
 
     def due(self, round: int) -> bool:

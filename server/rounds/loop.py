@@ -54,7 +54,7 @@ class Rounds:
         self._show = show
         self._stop = stop
         self._strict = strict
-        self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
+        self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment, prepared.strategy)
         self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
@@ -196,7 +196,7 @@ class Rounds:
                 record["central"] = self._evaluation.central(coordinator)
                 found = self._evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
                 # A client's own model is another thing than the global one on its data.
-                record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
+                record["personal" if self._strategy.own_models(self._experiment) else "clients"] = summarize(found)
                 record["each"] = each(found)
                 record["task"] = describe(self._task, coordinator.state["model"])
         with timed(attempt.seconds, "checkpoint"):
@@ -247,9 +247,9 @@ class Rounds:
 
     def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
-        leading = next(iter(self._strategy.expects({})))
-        norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
-        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
+        leading = next(iter(self._strategy.expects({})), None)  # None: nothing leaves the clients
+        norms = [upload.metrics.get(f"norm.{leading}", 0.0) for upload in uploads]
+        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms) if leading else None
         return {
             "round": attempt.round,
             "generation": coordinator.generation,
