@@ -30,6 +30,7 @@ from common.flower import versions
 from common.model import FlatModel, build
 from common.seeds import torch_seeded
 from common.tasks.base import NO_CLIENTS, Task
+from common.tasks.scoring import Scoring
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
@@ -48,6 +49,7 @@ class Session:
     strategy: FederatedStrategy
     task: Task
     model: FlatModel
+    scoring: Scoring
     device: torch.device
     codec: Codec
     downlink: Downlink
@@ -85,6 +87,7 @@ class Session:
                 strategy,
                 task,
                 model,
+                Scoring(task, model.module, experiment.evaluate),
                 target,
                 Codec(experiment.compression, model.layout),
                 Downlink(strategy, experiment, model.layout),
