@@ -10,15 +10,15 @@ from common.errors import SettingsError
 from common.settings import shown
 
 
-def load(reference: str, setting: str) -> Any:
-    """What `reference` names; `setting` is the key that holds it.
+def load(reference: str, setting: str, kind: str = "name") -> Any:
+    """What `reference` names; `setting` is the key that holds it, `kind` what it should be.
 
     Raises Denied, before anything is imported, where the site has not allowed it; SettingsError if there is none.
     """
     granted().task(reference, setting)
     what = f"{setting} = {shown(reference)}"
     if not all(reference.partition(":")):
-        raise SettingsError(f"{what}; allowed: package.module:name")
+        raise SettingsError(f"{what}; allowed: package.module:{kind}")
     try:
         return resolve_name(reference)
     except Exception as error:

@@ -18,10 +18,6 @@ MOST_METRICS = 50
 """Names of metrics that are served; they come from the task."""
 
 
-NOTED = ("norm.", "seconds.")
-"""How numbers of an upload begin that are no metrics of the model."""
-
-
 class ClientMetrics:
     """Tell it of connections and answered messages, from any thread; `registry` is what is served.
 
@@ -106,7 +102,7 @@ class ClientMetrics:
         for key, value in metrics.items():
             if key == "examples":
                 self._examples.labels(name, kind).set(value)
-            elif not key.startswith(NOTED) and (key in self._metrics or len(self._metrics) < MOST_METRICS):
+            elif key == "loss" or (kind == "evaluate" and (key in self._metrics or len(self._metrics) < MOST_METRICS)):
                 self._metrics.add(key)
                 self._metric.labels(name, kind, key).set(value)
 

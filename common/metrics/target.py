@@ -16,6 +16,8 @@ class Target:
     @classmethod
     def parse(cls, given: object) -> Target:
         """From a number, or from text: a number, or METRIC=NUMBER. Raises ValueError for anything else."""
+        if isinstance(given, Target):
+            return given
         metric, _, number = str(given).rpartition("=")
         try:
             value = float(number)

@@ -50,7 +50,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
 
 
 def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
-    function, what = load(settings.name, "task.name"), f"task.name = {settings.name!r}"
+    function, what = load(settings.name, "task.name", "function"), f"task.name = {settings.name!r}"
     if not callable(function):
         raise SettingsError(f"{what} is not a function but {type(function).__name__}: {function!r}")
     try:

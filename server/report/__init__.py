@@ -22,7 +22,7 @@ DEFAULT_TARGET = Target(0.9)
 
 def write(
     folders: Sequence[Path],
-    targets: Sequence[Target],
+    targets: Sequence[Target | float],
     out: Path,
     *,
     smoothing: int = 1,
@@ -41,7 +41,7 @@ def write(
     if not groups:
         raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds runs of a tuning only")
     usual = (DEFAULT_TARGET,) if all(one.headline == "accuracy" for one in groups) else ()
-    options = Options(tuple(targets) or _planned(runs) or usual, smoothing, window)
+    options = Options.of(targets or _planned(runs) or usual, smoothing, window)
     text = markdown(groups, runs, options)
     _save(out, page(groups, runs, options, command), "page")
     if tables is not None:

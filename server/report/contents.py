@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,17 @@ WHOSE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a report is asked for: targets, `smoothing` (evaluations in the running mean that has to reach a
-    target) and `window` (last evaluations whose mean is the final score)."""
+    """What a report is asked for: `targets`, `smoothing` (evaluations in the running mean that has to reach a target)
+    and `window` (last evaluations whose mean is the final score)."""
 
     targets: tuple[Target, ...] = ()
     smoothing: int = 1
     window: int = 5
+
+    @classmethod
+    def of(cls, targets: Iterable[object], smoothing: int = 1, window: int = 5) -> Options:
+        """With targets as they are written: numbers, of the headline, or "METRIC=NUMBER"."""
+        return cls(tuple(map(Target.parse, targets)), smoothing, window)
 
 
 def summary(groups: Sequence[Group], options: Options) -> Table:
@@ -154,12 +159,18 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
     missing = [
         str(target) for target in options.targets if target.metric and not any(one.has(target.metric) for one in groups)
     ]
+    shares = [
+        str(target)
+        for target in options.targets
+        if target.value > 1 and any((target.metric or one.headline) == "accuracy" for one in groups)
+    ]
     notes = [
+        *(f"Target {target}: an accuracy is at most 1." for target in shares),
         *(f"Target {target}: no group has that metric in all its runs." for target in missing),
         f"Until {smooth} at least the target, or at most it where less is better; bytes in both directions. Mean ± "
         f'sample standard deviation over the seeds, where all reached it. Where some did not, "> x" is a lower bound '
-        f"of the mean: those count with all that they spent; the median counts them as never. Where none did, the rounds "
-        f"that were run.",
+        f"of the mean: those count with all that they spent; the median counts them as never. Where none did, the "
+        f"rounds that were run.",
     ]
     return Table("To the target", columns, rows, notes).without_empty()
 

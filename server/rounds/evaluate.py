@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -93,6 +94,7 @@ class Evaluation:
                 answers.measured[name] = measured(coordinator, roster.members[name], reply, self.scoring.metrics)
             except Refused as error:
                 answers.dropped[name], answers.causes[name] = str(error), error.kind
+        answers.measured = agreed(answers.measured)
         if names and not answers.measured and not AWAY & set(answers.causes.values()):
             raise RunError(
                 f"none of {len(names)} clients can evaluate the model of round {coordinator.round}; the first: "
@@ -110,6 +112,16 @@ class Evaluation:
         examples = {name: found.examples for name, found in answers.measured.items()}
         pooled = self.scoring.pooled([answers.measured[name] for name in sorted(answers.measured)])
         return summarize(examples, self.each(answers), self.scoring.higher, pooled)
+
+
+def agreed(all_: Mapping[str, Measured]) -> dict[str, Measured]:
+    """Without the means that most clients do not tell: one site's word must not name what a run is judged by."""
+    told = Counter(name for each in all_.values() for name in each.means)
+    kept = {name for name, count in told.items() if 2 * count > len(all_)}
+    return {
+        client: replace(each, means={name: value for name, value in each.means.items() if name in kept})
+        for client, each in all_.items()
+    }
 
 
 def told(error: Exception) -> str:

@@ -183,7 +183,9 @@ class RunMetrics:
         for key, value in (record.get("central") or {}).items():
             self._set(key, "central", "", value)
         for data in ("train", "clients", "personal"):
-            for key, held in (record.get(data) or {}).items():
+            # What else clients tell of their training is named by them alone.
+            of = (record.get(data) or {}).items()
+            for key, held in of if data != "train" else [item for item in of if item[0] == "loss"]:
                 for summary in SUMMARIES:
                     self._set(key, data, summary, held.get(summary))
 
