@@ -68,6 +68,9 @@ TokenFile = Annotated[
 Metrics = Annotated[
     str | None, typer.Option(metavar="[HOST:]PORT", help="Serve /metrics (Prometheus) and /health there.")
 ]
+Page = Annotated[
+    str | None, typer.Option(metavar="[HOST:]PORT", help="Show rounds, curves and sites there, live, to a browser.")
+]
 
 
 Portable = Annotated[

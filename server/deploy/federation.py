@@ -16,7 +16,7 @@ from common.experiment import Experiment
 from common.flower import ROOT
 from server.deploy.admission import Admission
 from server.deploy.clients import start_clients
-from server.deploy.control import Control
+from server.deploy.control import Control, Watcher
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.provenance import origin
@@ -39,11 +39,12 @@ def run(
     device: str = "cpu",
     options: LinkOptions | None = None,
     stop: Stop = lambda: None,
+    watchers: Sequence[Watcher] = (),
 ) -> None:
     """Run an experiment behind a SuperLink of its own, with resident clients `names` started here, and show its rounds.
 
     Stops every process that it started, also when it is stopped. Raises what ended the run, and Stopped if `stop` asked
-    before it began.
+    before it began. `watchers` are told how to ask the SuperLink.
     """
     options = options or LinkOptions()
     options.check()
@@ -58,6 +59,8 @@ def run(
             start_clients(link.fleet_address, names, memory_root=memory, log_dir=logs, device=device)
         )
         stack.enter_context(link)
+        for told in watchers:
+            told(link.control.look)
         if options.nodes:
             stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
         if not names:

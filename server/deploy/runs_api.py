@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ class Books:
                     "node": str(node.node_id),
                     "status": node.status,
                     "seen": _seen(node),
+                    "seen_at": time.time() if node.status == "online" else _seconds(_seen(node)),
                     "examples": roll.get("examples"),
                     "versions": roll.get("versions", ""),
                     "arithmetic": roll.get("arithmetic", ""),
@@ -163,6 +165,18 @@ class Books:
 def _seen(node: Any) -> str:
     """When a node was heard last: it promises to be there until some time after each word."""
     return "now" if node.status == "online" else str(node.last_deactivated_at or node.online_until or "")
+
+
+def _seconds(moment: str) -> float | None:
+    """A time as ISO 8601 or in seconds, in seconds since 1970; None for none."""
+    try:
+        return float(moment)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return None
 
 
 def _json(path: Path) -> list[Found]:
@@ -182,6 +196,7 @@ def _of_queue(entry: Entry) -> Found:
         "status": state,
         "round": max(entry.reached, 0),
         "rounds": None,
+        "round_at": None,
         "since": _time(entry.since),
         "owner": entry.owner,
         "folder": entry.folder,
@@ -210,6 +225,7 @@ def _of_flower(run: Any, owners: Mapping[str, str], entry: Entry | None) -> Foun
         "status": word or {"pending": "starting"}.get(run.status.status, run.status.status),
         "round": last.get("round", 0),
         "rounds": status.get("rounds"),
+        "round_at": _seconds(str(last.get("time", ""))),
         "since": str(run.running_at or run.starting_at or run.pending_at),
         "owner": entry.owner if entry else owners.get(str(run.run_id), ""),
         "folder": path,

@@ -12,14 +12,11 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, ProcessCollector
 
 from server.rounds.records import Record, headline
+from server.watch.names import Names
 
 CAUSES = ("offline", "crashed", "timed out", "late", "lost", "memory-lost", "invalid", "refused", "failed", "empty")
 STATES = ("unknown", "starting", "running", "stopping", "stopped", "finished", "failed")
 SUMMARIES = ("weighted", "mean", "worst")
-
-MOST_SITES = 500
-"""Names that get series of their own, the first to be seen; all later ones are "other". A name in a record is on the
-roll: of nodes.toml, where there are keys, else of the first to come."""
 
 MOST_METRICS = 50
 """Names of metrics that are served, the first to be seen."""
@@ -36,8 +33,8 @@ _NOTES = (
 class RunMetrics:
     """Feed it each record of the history, each note and each status of a run; `registry` is what is served.
 
-    Labels hold the names of at most `MOST_SITES` clients and `MOST_METRICS` metrics, both cleaned where they were read,
-    and nothing else that a client sent. May be called from any thread.
+    Labels hold at most `names.MOST_SITES` names of clients and `MOST_METRICS` of metrics, both cleaned where they were
+    read, and nothing else that a client sent. May be called from any thread.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -45,7 +42,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._round = 0
         self._late = 0
-        self._sites: set[str] = set()
+        self._site = Names().shown
         self._void_tries: dict[int, tuple[int, int]] = {}
         """Round -> how many void tries notes and records told of."""
         ProcessCollector(registry=self.registry)
@@ -141,11 +138,6 @@ class RunMetrics:
         for phase, seconds in (record.get("seconds") or {}).items():
             if phase != "total":
                 self._seconds.labels(phase).inc(max(0.0, seconds))
-
-    def _site(self, name: str) -> str:
-        if name not in self._sites and len(self._sites) < MOST_SITES:
-            self._sites.add(name)
-        return name if name in self._sites else "other"
 
     def _count_sites(self, record: Record) -> None:
         now = time.time()

@@ -18,6 +18,7 @@ from server.watch.metrics import RunMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.registry import Collector
 
 FRESH_S = 60.0
 """A command that has not looked at its run for so long is not well."""
@@ -85,8 +86,10 @@ class Watched:
 
 
 @contextmanager
-def watched(settings: Experiment, metrics: str | None, log_format: str) -> Iterator[Viewer]:
-    """A viewer for one run; with `metrics`, [HOST:]PORT, also an endpoint for Prometheus."""
+def watched(
+    settings: Experiment, metrics: str | None, log_format: str, link: Collector | None = None
+) -> Iterator[Viewer]:
+    """A viewer for one run; with `metrics`, [HOST:]PORT, also an endpoint for Prometheus, `link` with it."""
     with contextlib.ExitStack() as stack:
         lines: Viewer = (
             JsonLines() if log_format == "json" else stack.enter_context(Display(settings.name, settings.rounds))
@@ -98,15 +101,18 @@ def watched(settings: Experiment, metrics: str | None, log_format: str) -> Itera
         counted = RunMetrics()
         counted.status("starting")
         both = Watched(lines, counted)
-        with endpoint(metrics, both.health, counted.registry):
+        with endpoint(metrics, both.health, counted.registry, link):
             yield both
 
 
 @contextmanager
 def endpoint(
-    address: str | None, health: Callable[[], tuple[bool, dict[str, Any]]], registry: CollectorRegistry | None = None
+    address: str | None,
+    health: Callable[[], tuple[bool, dict[str, Any]]],
+    registry: CollectorRegistry | None = None,
+    more: Collector | None = None,
 ) -> Iterator[None]:
-    """/metrics and /health at [HOST:]PORT, or nothing without an address."""
+    """/metrics and /health at [HOST:]PORT, or nothing without an address. `more`: beside the process's own metrics."""
     if address is None:
         yield
         return
@@ -117,6 +123,8 @@ def endpoint(
     if registry is None:
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
+    if more is not None:
+        registry.register(more)
     with Endpoint(address, registry, health):
         yield
 

@@ -19,7 +19,8 @@ from client.node.metrics import ClientMetrics
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.engines.grid import grid
-from server.watch.metrics import CAUSES, MOST_SITES, RunMetrics
+from server.watch.metrics import CAUSES, RunMetrics
+from server.watch.names import MOST_SITES
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
