@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common.errors import RunError, SettingsError
-from common.experiment import Experiment
+from common.errors import RunError, located
 from common.metrics.directions import higher_by_name
-from common.model import FlatModel
 from common.tasks.base import Task
-from common.tasks.scoring import Measured, Scoring, finite
+from common.tasks.scoring import Measured, finite
 from server.rounds.exchange import Exchange
+from server.rounds.prepare import Prepared
 from server.rounds.records import Value
 from server.rounds.roster import Roster
 from strategies.base import Upload
@@ -45,17 +44,16 @@ class Answers:
 class Evaluation:
     """Evaluates the coordinator's model as `[evaluate]` says."""
 
-    def __init__(self, task: Task, model: FlatModel, experiment: Experiment) -> None:
-        self._task = task
-        self._model = model
+    def __init__(self, prepared: Prepared) -> None:
+        experiment = prepared.experiment
+        self._model, self.scoring = prepared.model, prepared.scoring
         self._settings = experiment.evaluate
         self._last = experiment.rounds
         self._deadline = experiment.round.deadline_s
         # Without its personal part there is no global model to evaluate.
-        self._central = None if experiment.personal.parts else task.central()
+        self._central = None if experiment.personal.parts else prepared.task.central()
         auto = "all" if self._central is None or experiment.personal.active else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
-        self.scoring = Scoring(task, model.module, experiment.evaluate)
 
     def due(self, round: int) -> bool:
         """Every so many rounds, and always after the last."""
@@ -69,7 +67,7 @@ class Evaluation:
         try:
             found = self.scoring.measure(self._model.module, self._central, self._settings.batch_size)
         except Exception as error:
-            raise RunError(f"the model of round {coordinator.round} cannot be evaluated: {told(error)}") from error
+            raise RunError(f"the model of round {coordinator.round} cannot be evaluated: {located(error)}") from error
         return self.scoring.values(found)
 
     def clients(self, coordinator: Coordinator, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Answers:
@@ -122,17 +120,6 @@ def agreed(all_: Mapping[str, Measured]) -> dict[str, Measured]:
         client: replace(each, means={name: value for name, value in each.means.items() if name in kept})
         for client, each in all_.items()
     }
-
-
-def told(error: Exception) -> str:
-    """An error of a task's own code: what it is, and where it was raised."""
-    if isinstance(error, SettingsError):
-        return str(error)
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {error} ({where})"
 
 
 def by_metric(values: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -56,7 +56,7 @@ class Rounds:
         self._show = show
         self._stop = stop
         self._strict = strict
-        self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
+        self._evaluation = Evaluation(prepared)
         self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)

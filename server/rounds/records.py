@@ -68,8 +68,8 @@ def headline(record: Record) -> Headline:
         metric = "accuracy" if any("accuracy" in (record.get(group) or {}) for group in EVALUATED) else "loss"
     of = next((group for group in EVALUATED if record.get(group)), "")
     known = asked = 0
-    if of and of != "central":
-        known = int(((record[of].get(metric)) or {}).get("n") or 0)
+    if of != "central":
+        known = int(((record.get(of) or {}).get(metric) or {}).get("n") or 0)
         asked = int((record.get("evaluated") or {}).get("asked") or known)
     higher = bool(about.get("higher", metric != "loss"))
     return Headline(metric, higher, valued(record, metric), of, known, asked)
