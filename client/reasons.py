@@ -33,6 +33,7 @@ CODES = {
     "steps-denied": "more local steps than the site's policy allows",
     "time-denied": "training takes longer than the site's policy allows",
     "statistics-denied": "the site's policy does not allow statistics of its data",
+    "metric-denied": "the site does not share what a metric of this experiment would tell of its labels",
     "norm-denied": "an upload is longer than the site's policy allows",
     "experiment-invalid": "the experiment cannot work; the text says where",
     "message-invalid": "the message cannot be used; the text says why",

@@ -95,6 +95,7 @@ class Session:
                 Staging(target),
                 grant=granted(),
             )
+        held.scoring.require(trusts(context) or shares_labels(context))
         return held
 
     def data(self, name: str, file: str) -> ClientData:

@@ -46,6 +46,8 @@ class Metric:
     finalize: Finalize
     higher: bool = True
     """Whether more is better."""
+    reveals: str = ""
+    """What its sums over a site's examples say of the labels there, beside the value: "class counts" for instance."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -91,6 +93,7 @@ def of_torchmetrics(
     metric: torchmetrics.Metric,
     *,
     higher: bool | None = None,
+    reveals: str = "",
     prepare: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     parts: torchmetrics.Metric | None = None,
     example: tuple[Tensor, Tensor] | None = None,
@@ -135,7 +138,7 @@ def of_torchmetrics(
             return whole
         return {"": whole, **{str(place): found for place, found in enumerate(value(each, total).tolist())}}
 
-    return Metric(name, sum(sizes), sums, finalize, better)
+    return Metric(name, sum(sizes), sums, finalize, better, reveals)
 
 
 def _require_sums(name: str, metric: torchmetrics.Metric) -> None:

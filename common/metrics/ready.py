@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -85,7 +86,15 @@ def ready(name: str, kind: Kind, width: Callable[[], int | None]) -> Metric:
         raise SettingsError(
             f"evaluate.metrics: {name!r}: this task's model does not say how many outputs it has (Task.output_size)"
         )
-    return _MAKE[kind](name, count)
+    return replace(_MAKE[kind](name, count), reveals=_reveals(name, kind))
+
+
+def _reveals(name: str, kind: Kind) -> str:
+    """Of true and false answers by class the classes' sizes are a sum; of squares a mean and a deviation."""
+    if kind == "numbers":
+        return "mean and deviation of the targets" if name in ("r2", "explained-variance") else ""
+    plain = kind == "tokens" or name in ("f1-micro", "exact-match") or _TOP.fullmatch(name)
+    return "" if plain else "class counts"
 
 
 def _of_classes(name: str, count: int) -> Metric:

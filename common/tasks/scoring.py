@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data.examples import Examples
-from common.errors import SettingsError
+from common.errors import Denied, SettingsError
 from common.experiment import EvaluateSettings
 from common.metrics.directions import higher_by_name
 from common.metrics.metric import Metric, described
@@ -58,6 +58,16 @@ class Scoring:
                 f"evaluate.metrics: {name!r} is a {type(found).__name__}; allowed: a common.metrics.metric.Metric"
             )
         return found
+
+    def require(self, shared: bool) -> None:
+        """Raise Denied for a metric whose sums say what the labels are like, unless that is `shared`."""
+        for metric in self.metrics.values():
+            if metric.reveals and not shared:
+                raise Denied(
+                    "metric-denied",
+                    f"evaluate.metrics: {metric.name!r} tells {metric.reveals} of the site's evaluation examples, which "
+                    "the site has not allowed (--share-labels, or `share_labels` of its policy)",
+                )
 
     def measure(self, module: nn.Module, data: Examples, batch_size: int) -> Measured:
         """Evaluate a model, in evaluation mode, on a data set of at least one example.

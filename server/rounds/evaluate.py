@@ -45,14 +45,14 @@ class Evaluation:
     """Evaluates the coordinator's model as `[evaluate]` says."""
 
     def __init__(self, prepared: Prepared) -> None:
-        experiment = prepared.experiment
+        experiment, strategy = prepared.experiment, prepared.strategy
         self._model, self.scoring = prepared.model, prepared.scoring
         self._settings = experiment.evaluate
         self._last = experiment.rounds
         self._deadline = experiment.round.deadline_s
         # Without its personal part there is no global model to evaluate.
-        self._central = None if experiment.personal.parts else prepared.task.central()
-        auto = "all" if self._central is None or experiment.personal.active else "none"
+        self._central = None if experiment.personal.parts or strategy.personal else prepared.task.central()
+        auto = "all" if self._central is None or strategy.own_models(experiment) else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
 
     def due(self, round: int) -> bool:

@@ -221,7 +221,7 @@ class Rounds:
         record["central"] = {name: finite(value) for name, value in central.items()}
         answers = evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
         # A client's own model is another thing than the global one on its data.
-        of = "personal" if self._experiment.personal.active else "clients"
+        of = "personal" if self._strategy.own_models(self._experiment) else "clients"
         record[of], each = evaluation.summary(answers), evaluation.each(answers)
         record["each"] = {name: {who: finite(value) for who, value in found.items()} for name, found in each.items()}
         if answers.asked:
@@ -272,9 +272,9 @@ class Rounds:
 
     def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
-        leading = next(iter(self._strategy.expects({})))
-        norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
-        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
+        leading = next(iter(self._strategy.expects({})), None)  # None: nothing leaves the clients
+        norms = [upload.metrics.get(f"norm.{leading}", 0.0) for upload in uploads]
+        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms) if leading else None
         return {
             "round": attempt.round,
             "generation": coordinator.generation,

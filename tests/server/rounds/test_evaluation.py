@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import RunError, SettingsError
+from common.errors import Denied, RunError, SettingsError
 from common.experiment import Experiment
 from common.metrics.ready import ALLOWED, ready
 from common.tasks.scoring import Scoring
@@ -272,3 +272,16 @@ def test_ready_metrics_need_to_know_what_outputs_are() -> None:
         ready("f1", "", lambda: 3)
     with pytest.raises(SettingsError, match="does not say how many outputs it has"):
         ready("f1", "classes", lambda: None)
+
+
+@pytest.mark.parametrize(("names", "told"), [(["f1-micro", "top-2"], ""), (["f1"], "'f1' tells class counts")])
+def test_a_site_that_shares_no_labels_takes_part_in_no_metric_that_tells_them(names: list[str], told: str) -> None:
+    settings = measured(evaluate={"metrics": names})
+    scoring = prepare(settings).scoring
+    scoring.require(True)
+    if not told:
+        scoring.require(False)
+        return
+    with pytest.raises(Denied, match=told) as caught:
+        scoring.require(False)
+    assert caught.value.code == "metric-denied"
