@@ -21,8 +21,7 @@ from torch import Tensor
 
 from common import tasks
 from common.experiment import Experiment
-from common.tasks.base import Task
-from common.tasks.scoring import evaluate
+from common.tasks.base import Task, evaluate
 from tests.support.helpers import Simulation, experiment, problem
 
 STEPS, LR, MU, ROUNDS = 5, 0.03, 0.1, 40

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.data.examples import ClientData, Examples
 from common.errors import SettingsError
+from common.experiment import EvaluateSettings
 from common.metrics.metric import Metric
 from common.metrics.ready import Kind
 
@@ -108,3 +109,11 @@ class Task(ABC):
     def describe(self, model: Tensor) -> Mapping[str, float]:
         """Extra numbers about the global model, a flat vector (d,), for the history."""
         return {}
+
+
+def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> dict[str, float]:
+    """The task's own metrics over `data`, with the model in evaluation mode."""
+    from common.tasks.scoring import Scoring  # which is made of tasks
+
+    scoring = Scoring(task, model, EvaluateSettings())
+    return scoring.values(scoring.measure(model, data, batch_size))

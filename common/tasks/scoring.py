@@ -65,8 +65,8 @@ class Scoring:
             if metric.reveals and not shared:
                 raise Denied(
                     "metric-denied",
-                    f"evaluate.metrics: {metric.name!r} tells {metric.reveals} of the site's evaluation examples, which "
-                    "the site has not allowed (--share-labels, or `share_labels` of its policy)",
+                    f"evaluate.metrics: {metric.name!r} tells {metric.reveals} of the site's evaluation examples; "
+                    "the site has not allowed that (`share_labels` of its policy)",
                 )
 
     def measure(self, module: nn.Module, data: Examples, batch_size: int) -> Measured:
@@ -143,12 +143,6 @@ class Scoring:
 
     def _is_part(self, name: str) -> bool:
         return any(name.startswith(f"{known}.") for known in self.metrics)
-
-
-def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> dict[str, float]:
-    """The task's own metrics over `data`, with the model in evaluation mode."""
-    scoring = Scoring(task, model, EvaluateSettings())
-    return scoring.values(scoring.measure(model, data, batch_size))
 
 
 def _number(name: str, value: Any) -> float | Tensor:

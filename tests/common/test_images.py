@@ -20,8 +20,8 @@ from common.flower import ROOT
 from common.model import build
 from common.models.augment import PADDING, crop_flip, cut
 from common.models.mixture import Mixture
+from common.tasks.base import evaluate
 from common.tasks.images import Images
-from common.tasks.scoring import evaluate
 from server.app import run
 from server.deploy.clients import start_clients
 from server.deploy.superlink import SuperLink

@@ -19,7 +19,7 @@ from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.flower import ROOT
 from common.partition import file as plan_files
-from common.tasks.scoring import evaluate
+from common.tasks.base import evaluate
 from common.tasks.shakespeare import NextCharacter, Shakespeare, ShakespeareSettings
 from server.app import run
 from server.engines.grid import grid

@@ -17,11 +17,10 @@ from common.data.examples import Examples
 from common.errors import SettingsError
 from common.experiment import Experiment, PartitionSettings, TaskSettings
 from common.flower import ROOT
-from common.tasks.base import Task
+from common.tasks.base import Task, evaluate
 from common.tasks.digits import Digits
 from common.tasks.images import Images
 from common.tasks.quadratic import Quadratic, write
-from common.tasks.scoring import evaluate
 from server.rounds.prepare import prepare
 
 

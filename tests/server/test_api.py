@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
-from common.tasks.scoring import evaluate
+from common.tasks.base import evaluate
 from server import api
 from server.engines.grid import CLIENT_APP
 from server.report import frames
