@@ -75,9 +75,12 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
     names = hosted(context, session.task)
     # Flower hands a context's memory to one message at a time.
     in_flight = 1 if isinstance(memory_of(context, session), ContextMemory) else 0
-    reply = session.roll(names, str(context.node_config.get("data", "")), shares_labels(context), in_flight)
+    policy, data = policy_of(context), str(context.node_config.get("data", ""))
+    reply = session.roll(names, data, shares_labels(context), in_flight)
+    if policy.share_schema:
+        reply = replace(reply, data_schema=session.data_schema(names, data, head.run))
     for steps in reply.steps:
-        policy_of(context).check_steps(steps)
+        policy.check_steps(steps)
         if steps >= 2**63:
             raise MessageError(f"{steps} local steps a round: no message can carry such a number")
     return write_head(reply)

@@ -176,6 +176,9 @@ class RollReply(Answer):
     state: str = field(default="", metadata=LATER)
     """`WAITING` or `DENIED` beside `error`: the site has not approved the run. Of such an answer `names` alone holds
     anything."""
+    data_schema: str = field(default="", metadata={**LATER, "most": 64})
+    """A short hash of what the node's data look like, as `common.data.schema` makes it; "" where the site does not tell
+    it."""
 
 
 @dataclass(frozen=True)
