@@ -33,6 +33,7 @@ from common.flower import versions
 from common.model import FlatModel, build
 from common.seeds import torch_seeded
 from common.tasks.base import NO_CLIENTS, Task
+from common.tasks.scoring import Scoring
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
@@ -53,6 +54,7 @@ class Session:
     strategy: FederatedStrategy
     task: Task
     model: FlatModel
+    scoring: Scoring
     device: torch.device
     codec: Codec
     downlink: Downlink
@@ -91,6 +93,7 @@ class Session:
                 strategy,
                 task,
                 model,
+                Scoring(task, model.module, experiment.evaluate),
                 target,
                 Codec(experiment.compression, model.layout),
                 Downlink(strategy, experiment, model.layout),
@@ -98,6 +101,7 @@ class Session:
                 Staging(target),
                 grant=granted(),
             )
+        held.scoring.require(trusts(context) or shares_labels(context))
         return held
 
     def data(self, name: str, file: str) -> ClientData:

@@ -174,6 +174,7 @@ def _evaluation(experiment: Experiment) -> str:
     model = "its own model" if experiment.personal.active else "the global model"
     return (
         f"{when}, {who}: means of {model}'s metrics (loss, accuracy) over this site's evaluation examples, their number"
+        + (f"; sums for {', '.join(given.metrics)}" if given.metrics else "")
     )
 
 
