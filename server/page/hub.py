@@ -19,7 +19,7 @@ from server.page.trail import Trail
 
 log = logging.getLogger("server.page")
 
-LOOK_S, SITES_S = 0.5, 5.0
+LOOK_S, SITES_S = 0.5, 2.0
 MOST_TRAILS = 8
 SHARE = 10
 """What a look took, times this, passes until the next: nobody who looks takes more than a tenth of a SuperLink."""

@@ -123,9 +123,9 @@ class LinkRuns:
 
 
 def sites(look: Look) -> list[tuple[str, Row]]:
-    """Name (or id) and row of each site that the SuperLink knows."""
+    """Name and row of each site that the SuperLink knows; one without a key has a name once it is on a roll."""
     rows: dict[str, Row] = {}
     for site in look(SITES):
         row = {key: text(site[key]) for key in ("status", "seen", "versions", "arithmetic", "device", "refused")}
-        rows.setdefault(text(site["name"] or site["node"], 100), row | {"examples": number(site["examples"])})
+        rows.setdefault(text(site["name"] or f"node {site['node']}", 100), row | {"examples": number(site["examples"])})
     return list(rows.items())

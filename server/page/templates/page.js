@@ -87,7 +87,8 @@ function link(text) {
 }
 
 function open() {
-  stream.open(new URLSearchParams(location.hash.slice(1)).get("run") ?? "", token);
+  if (asks && !token) enter("");
+  else stream.open(new URLSearchParams(location.hash.slice(1)).get("run") ?? "", token);
 }
 
 // --- who looks
@@ -236,7 +237,7 @@ function queue() {
     {text: row.name, kind: "name", href: `#run=${encodeURIComponent(name)}`, title: `${row.queue} ${row.id ?? ""} ${row.folder}`},
     {text: row.status, pill: KINDS[row.status] ?? "", title: row.error ?? ""},
     {text: row.rounds ? `${row.round ?? 0} / ${row.rounds}` : String(row.round || ""), kind: "n"},
-    moment(row.since),
+    {...moment(row.since), kind: "w"},
     {text: row.owner, kind: "w"},
     {buttons: name === key ? [] : buttons(name, row)},
   ]]), key);
@@ -266,7 +267,7 @@ function sites() {
   });
   rows.sort((a, b) => a.rank - b.rank || order(a.name, b.name));
   $("sites").hidden = !rows.length;
-  const wrong = rows.filter(row => row.rank < 3).length;
+  const wrong = OVER.includes(runs.get(key)?.status) ? 0 : rows.filter(row => row.rank < 3).length;
   say($("count"), `${rows.length}${wrong ? `, ${wrong} not well` : ""}`);
   fill($("sites").querySelector("tbody"), rows.map(row => [row.name, row.cells]));
 }

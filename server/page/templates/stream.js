@@ -42,7 +42,7 @@ export class Stream {
       }
       this.over = ended || this.over;
       if (turn !== this.turn) return;
-      await new Promise(resolve => setTimeout(resolve, this.over ? 5000 : wait));
+      await new Promise(resolve => setTimeout(resolve, this.over ? 2000 : wait));
       wait = Math.min(2 * wait, MOST_WAIT_MS);
     }
   }

@@ -101,7 +101,9 @@ class Reader:
         self.notes += data.get("notes", [])
         self.state = data.get("state", self.state)
         for table in ("sites", "runs", "here"):
-            getattr(self, table).update(data.get(table, {}).get("rows", {}))
+            rows, news = getattr(self, table), data.get(table, {})
+            rows |= news.get("rows", {})
+            setattr(self, table, {key: rows[key] for key in news.get("order", rows)})
 
 
 def _events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,8 +119,8 @@ def _events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @contextmanager
-def reading(page: Page, run: str = "", headers: dict[str, str] | None = None, last: str = "") -> Iterator[Reader]:
-    """A stream of the page."""
+def reading(page: Any, run: str = "", headers: dict[str, str] | None = None, last: str = "") -> Iterator[Reader]:
+    """A stream of a page, which has a `url`."""
     sent = (headers or {}) | ({"Last-Event-ID": last} if last else {})
     with (
         httpx.Client(timeout=10, trust_env=False) as client,
