@@ -255,7 +255,7 @@ function sites() {
   const rows = [...names].map(name => {
     const site = run.sites.get(name), node = here.get(name);
     const [rank, word, kind, why] = condition(site, node);
-    const seen = node?.status === "online" ? {text: "now"} : moment(site?.seen || node?.seen);
+    const seen = node?.status === "online" ? {text: "now"} : moment(node?.status === "offline" && node.seen || site?.seen);
     const causes = Object.entries(site?.causes ?? {}).map(([cause, count]) => `${cause} ${count}`).join(", ");
     return {rank, name, cells: [
       {text: name, kind: "name", title: node ? [node.versions, node.arithmetic, node.device].filter(Boolean).join("\n") : ""},
