@@ -19,7 +19,7 @@ from client.session import VERSIONS, Session, grant_of, hosted, memory_of, polic
 from client.train import train_client
 from client.training.device import out_of_memory
 from common.data.grant import granting
-from common.errors import MessageError, SettingsError
+from common.errors import MessageError, SettingsError, located
 from strategies.protocol.messages import (
     HEAD,
     EvaluateHead,
@@ -75,9 +75,12 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
     names = hosted(context, session.task)
     # Flower hands a context's memory to one message at a time.
     in_flight = 1 if isinstance(memory_of(context, session), ContextMemory) else 0
-    reply = session.roll(names, str(context.node_config.get("data", "")), shares_labels(context), in_flight)
+    policy, data = policy_of(context), str(context.node_config.get("data", ""))
+    reply = session.roll(names, data, shares_labels(context), in_flight)
+    if policy.share_schema:
+        reply = replace(reply, data_schema=session.data_schema(names, data, head.run))
     for steps in reply.steps:
-        policy_of(context).check_steps(steps)
+        policy.check_steps(steps)
         if steps >= 2**63:
             raise MessageError(f"{steps} local steps a round: no message can carry such a number")
     return write_head(reply)
@@ -163,9 +166,9 @@ def _guarded(message: Message, context: Context, work: Callable[[list[str], list
     except (Exception, SystemExit) as error:
         head, denied = told[0], isinstance(error, Denied)
         where = f"client {head.client[:100]}, round {head.round}, {stage[0]}"
-        reason = _reason(
-            error, context, where, stage[0], f"{where}: {'' if denied else f'{type(error).__name__}: '}{error}"
-        )
+        # Metrics are code of the user's own more often than not.
+        whole = located(error) if stage[0] == "evaluate" else f"{'' if denied else f'{type(error).__name__}: '}{error}"
+        reason = _reason(error, context, where, stage[0], f"{where}: {whole}")
         content = reply_content(replace(head, status="refused" if denied else "error", reason=reason))
         no_memory = out_of_memory(error)
     if no_memory:

@@ -13,7 +13,6 @@ from client.train import accepted_memory, open_session
 from client.training.work import LocalWork
 from common.data.examples import ClientData
 from common.seeds import derive, torch_seeded
-from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.protocol.messages import (
     EvaluateHead,
@@ -42,8 +41,9 @@ def evaluate_client(
         _tune(session, head, data, received, memory, policy_of(context).watch())
     stage[0] = "evaluate"
     module, size = session.model.module, session.experiment.evaluate.batch_size
-    metrics = evaluate_model(session.task, module, data.evaluate, size)
-    return reply_content(replace(reply, examples=len(data.evaluate)), metrics=metrics)
+    measured = session.scoring.measure(module, data.evaluate, size)
+    sums = {name: total.tolist() for name, total in measured.sums.items()}
+    return reply_content(replace(reply, examples=len(data.evaluate)), metrics=measured.means, sums=sums)
 
 
 def _tune(

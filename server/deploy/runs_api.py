@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -134,7 +135,9 @@ class Books:
         for run in reversed(self.everything()):  # the newest last
             if not run["folder"]:
                 continue
-            rolls |= {int(member["node"]): member for member in _json(Path(run["folder"]) / ROLL)}
+            members = _json(Path(run["folder"]) / ROLL)
+            odd = _odd(members)
+            rolls |= {int(each["node"]): {**each, "odd": each.get("data_schema") in odd} for each in members}
             for note in RunFolder(run["folder"]).notes():
                 word, _, why = note.partition(": ")
                 if word.startswith("refused node ") and word.split()[-1].lstrip("-").isdecimal():
@@ -154,12 +157,20 @@ class Books:
                     "examples": roll.get("examples"),
                     "versions": roll.get("versions", ""),
                     "arithmetic": roll.get("arithmetic", ""),
-                    "schema": roll.get("schema", ""),
+                    "schema": roll.get("data_schema", ""),
+                    "schema_differs": bool(roll.get("odd")),
                     "device": roll.get("device", ""),
                     "refused": "" if roll else refused.get(node.node_id, ""),
                 }
             )
         return sorted(found, key=lambda site: (site["status"] != "online", site["name"], site["node"]))
+
+
+def _odd(roll: Sequence[Found]) -> set[str]:
+    """Of the schemas of a roll those that are not most clients'; all of them where there is no such majority."""
+    count = Counter(member["data_schema"] for member in roll if member.get("data_schema"))
+    usual = next((schema for schema, many in count.items() if 2 * many > count.total()), None)
+    return set(count) - {usual}
 
 
 def _seen(node: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from server.page.table import Row, Table, number, text
 from server.rounds.folder import HISTORY, NOTES, ROLL, SETTINGS, RunFolder
-from server.rounds.records import Record, headline
+from server.rounds.records import Record, headline, train_loss, valued
 from server.watch.tail import Tail
 
 MOST_POINTS = 1000
@@ -26,16 +26,14 @@ MOST_NOTES, MOST_SITES, MOST_NAMES = 100, 1000, 12
 
 def shown(record: Record) -> tuple[str, float | None]:
     """The name and the value of what a round is judged by: the only place where the page knows that."""
-    return "accuracy", headline(record, "accuracy")
+    found = headline(record)
+    return text(found.metric, 100), found.value
 
 
 def losses(record: Record) -> tuple[float | None, float | None]:
-    """Loss where it was evaluated (the server's, else the clients' weighted mean), and in training: two curves."""
-    central = (record.get("central") or {}).get("loss")
-    found = [
-        ((record.get(group) or {}).get("loss") or {}).get("weighted") for group in ("personal", "clients", "train")
-    ]
-    return number(next((each for each in (central, *found[:2]) if each is not None), None)), number(found[2])
+    """Loss where it was evaluated, unless that is what the round is judged by, and in training: two curves."""
+    evaluated = None if headline(record).metric == "loss" else valued(record, "loss")
+    return number(evaluated), number(train_loss(record))
 
 
 @dataclass

@@ -259,6 +259,7 @@ class Roster:
         self.members |= {member.name: member for member in members}
         for member in members:
             about = {"examples": member.examples, "versions": member.versions, "arithmetic": member.arithmetic}
+            about |= {"data_schema": member.data_schema} if member.data_schema else {}
             self._event("joined", site=member.name, key=_key(info), node=node, **about)
         self.in_flight[node] = in_flight
         self._nodes[node] = _stamp(info)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from common.deploy.logs import json_line
 from common.experiment import Experiment
-from server.rounds.records import Record, headline
+from server.rounds.records import Record, headline, train_loss, valued
 from server.watch.display import Display
 from server.watch.metrics import RunMetrics
 
@@ -48,7 +48,9 @@ class JsonLines:
         """One more round."""
         fields = {key: record.get(key) for key in ("round", "generation", "sampled", "accepted", "causes", "sha256")}
         sizes = {key: record.get(key) for key in ("bytes_down", "bytes_up", "seconds", "late")}
-        values = {key: headline(record, key) for key in ("loss", "accuracy")}
+        found = headline(record)
+        values = {"metric": found.metric, "value": found.value, "of": found.of, "evaluated": [found.known, found.asked]}
+        values |= {"loss": valued(record, "loss"), "train_loss": train_loss(record)}
         print(json_line("round", **fields, **sizes, **values), flush=True)
 
     def tick(self, status: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Member:
     labels: str = ""
     arithmetic: str = ""
     """How it computes, a line; "" of a client from before it was told."""
+    data_schema: str = ""
+    """A hash of what its data look like; "" where it is not told."""
 
 
 def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
@@ -121,8 +124,10 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
     columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
+    schema = answer.data_schema if re.fullmatch("[0-9a-f]*", answer.data_schema) else ""
+    about = answer.device, answer.versions
     return [
-        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels, answer.arithmetic)
+        Member(name, node, examples, evaluation, steps, *about, labels, answer.arithmetic, schema)
         for name, examples, evaluation, steps, labels in columns
     ], answer.in_flight
 
