@@ -153,6 +153,24 @@ def test_strange_lines_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
             assert (name + site["why"] + site["state"]).isprintable()
 
 
+def test_the_curve_is_of_what_a_run_is_judged_by(tmp_path: Path) -> None:
+    """Named by the records, else known from those that were evaluated; a loss is not shown twice."""
+    train = {"loss": {"weighted": 2.0}}
+    auc = {"headline": {"metric": "auc", "higher": True}, "train": train}
+    cases = {
+        "auc": ([auc, auc | {"central": {"auc": 0.7, "loss": 0.5}}], [[None, None, 2.0], [0.7, 0.5, 2.0]]),
+        "accuracy": ([{"central": {"accuracy": 0.6}}, {"train": train}], [[0.6, None, None], [None, None, 2.0]]),
+        "loss": ([{"central": {"loss": 0.5}, "train": train}], [[0.5, None, 2.0]]),
+    }
+    for metric, (records, expected) in cases.items():
+        folder = running(tmp_path / metric, [{"round": n, **each} for n, each in enumerate(records, 1)])
+        trail = Trail(RunFolder(folder))
+        trail.take(trail.look(), 1)
+        found = trail.since(-1)
+        assert found["state"]["metric"] == metric
+        assert [point[1:4] for point in found["rounds"]] == expected
+
+
 # --- who may
 
 
