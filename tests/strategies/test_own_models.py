@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,7 +32,7 @@ from strategies.protocol.members import sample
 from strategies.protocol.messages import TrainHead
 from strategies.registry import REGISTRY, settled
 from tests.strategies.test_personal import SIZES, Groups, Residual, settings
-from tests.support.faults import FaultyGrid, ran
+from tests.support.faults import FaultyGrid, ran, toy
 from tests.support.helpers import Simulation, copies, experiment, headed, problem
 from tests.support.tiny import Tiny, simulate
 
@@ -505,6 +507,32 @@ def test_nothing_of_a_model_leaves_a_client_that_trains_alone(tmp_path: Path) ->
     record = ran(tmp_path, settings("local-only", local=NET, evaluate={"clients": "none"}), FaultyGrid()).history[0]
     assert record["drift"] is None
     assert set(record["norms"].values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_client_that_lost_its_model_begins_anew(name: str, tmp_path: Path) -> None:
+    """Its own affair: nobody is dropped, no generation ends, and the others' models, with the server's where that knows
+    nothing of the clients' own, are those of a run without it."""
+    memory = tmp_path / "memory"
+
+    def lie(client: str, round: int, reply: Message) -> Message:
+        if (client, round) == ("4", 2) and (folder := next(memory.glob("*/4"), None)):
+            shutil.rmtree(folder)
+        return reply
+
+    given = toy(name, rounds=4, evaluate={"clients": "all"})
+    lossy = ran(tmp_path / "lossy", given, FaultyGrid(lie, memory=str(memory)))
+    plain = ran(tmp_path / "plain", given, FaultyGrid(memory=str(tmp_path / "other")))
+    for line, other in zip(lossy.history, plain.history, strict=True):
+        assert line["accepted"] == ["0", "1", "2", "3", "4"]
+        assert (line["generation"], line["dropped"]) == (1, {})
+        assert len(line["each"]["loss"]) == 5
+        if name != "fedala":  # whose start is the client's own
+            assert line["sha256"] == other["sha256"]
+            for client in "0123":
+                assert line["each"]["loss"][client] == other["each"]["loss"][client]
+    lost = [run.history[-1]["each"]["loss"]["4"] for run in (lossy, plain)]
+    assert (lost[0] == lost[1]) == (name in ("perfedavg", "pfedme"))  # nothing kept, or nothing read of it in a round
 
 
 @pytest.mark.parametrize("name", OWNERS)
