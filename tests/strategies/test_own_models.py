@@ -30,7 +30,7 @@ from common.vector import sha256
 from server.rounds.records import personal
 from strategies.protocol.members import sample
 from strategies.protocol.messages import TrainHead
-from strategies.registry import REGISTRY, settled
+from strategies.registry import REGISTRY, cautions, settled
 from tests.strategies.test_personal import SIZES, Groups, Residual, settings
 from tests.support.faults import FaultyGrid, ran, toy
 from tests.support.helpers import Simulation, copies, experiment, headed, problem
@@ -549,11 +549,6 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
         yield name, {"local": {"sam_rho": 0.1}}, "local.sam_rho = 0.1 has no meaning"
     yield "local-only", {"server": {"lr": 0.5}}, "[server] beside strategy.name = 'local-only'"
     yield "pfedme", {"options": {"lam": 10.0, "eta": 0.2}}, "strategy.eta = 0.2 with strategy.lam = 10"
-    yield (
-        "pfedme",
-        {"local": {"lr": 0.2}, "options": {"lam": 15.0, "eta": 0.005}},
-        "local.lr = 0.2 with strategy.lam = 15",
-    )
     yield "pfedme", {"local": {"proximal_mu": 0.5}}, "local.proximal_mu = 0.5 beside"
     yield "apfl", {"options": {"alpha": 1.5}}, "strategy.alpha = 1.5"
     yield "fedala", {"options": {"share": 0.0}}, "strategy.share = 0.0"
@@ -564,3 +559,16 @@ def test_refusals_before_round_1(name: str, tables: dict[str, Any], words: str) 
     with pytest.raises(SettingsError) as error:
         settled(settings(name, **tables))
     assert str(error.value).startswith(words)
+
+
+def test_a_rate_at_which_theta_runs_away_is_warned_of() -> None:
+    """And no other; an adaptive step has another length."""
+    for local, told in (
+        ({"lr": 0.2}, True),
+        ({"lr": 0.1}, False),
+        ({"lr": 0.2, "optimizer": "adam"}, False),
+    ):
+        strategy, whole = settled(settings("pfedme", local=local, options={"lam": 10.0, "eta": 0.1}))
+        assert (
+            any("local.lr = 0.2 with strategy.lam = 10 overshoots" in c for c in cautions(strategy, whole, 3)) == told
+        )
