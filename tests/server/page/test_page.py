@@ -417,7 +417,8 @@ def test_it_ends_at_once_with_streams_open_and_tells_them(tmp_path: Path) -> Non
             add(folder, line(200, 50))
             started = time.monotonic()
             page.__exit__()
-            assert time.monotonic() - started < limit(1.0)
+            took = time.monotonic() - started
+            assert took < 1.0 or took < limit(1.0)
         seen.until(lambda seen, name: name == "end")
         assert seen.rounds[-1][0] == 200  # the last round came too
 
