@@ -84,6 +84,6 @@ class PFedMe(FederatedStrategy):
         if local.adaptive or local.momentum or local.lr * self.lam < 2:
             return None
         return (
-            f"pfedme: local.lr = {local.lr:g} with strategy.lam = {self.lam:g} overshoots: theta leaves w further behind "
-            f"with each step; below 2/lam = {2 / self.lam:g} it need not"
+            f"pfedme: local.lr = {local.lr:g} with strategy.lam = {self.lam:g} overshoots: theta leaves w further "
+            f"behind with each step; below 2/lam = {2 / self.lam:g} it need not"
         )
