@@ -47,6 +47,12 @@ class Member:
     labels: str = ""
     arithmetic: str = ""
     """How it computes, a line; "" of a client from before it was told."""
+    schema: str = ""
+    """Hash of the columns of its site's own table, "" if it brings none."""
+    columns: str = ""
+    """Their names, a JSON list, where the site lets them out."""
+    sums: str = ""
+    """What it tells for the task's census."""
 
 
 def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
@@ -57,9 +63,11 @@ def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int
     return sorted(random.Random(derive(seed, "sample", round, attempt)).sample(ordered, count))
 
 
-def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: float) -> list[Message]:
-    """One roll call for each node."""
-    head = RollHead(experiment.json(), run)
+def roll_messages(
+    experiment: Experiment, run: str, nodes: Iterable[int], ttl: float, columns: Sequence[str] = (), facts: str = ""
+) -> list[Message]:
+    """One roll call for each node. `columns` and `facts`: as of `RollHead`, what is known of them."""
+    head = RollHead(experiment.json(), run, columns=json.dumps(columns) if columns else "", facts=facts)
     return [
         Message(RecordDict({HEAD: write_head(head)}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
         for node in nodes
@@ -92,7 +100,9 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         raise Undecided(answer.state, next(iter(answer.names), ""))
     if answer.error:
         raise Refused("roll call failed", answer.error)
-    lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
+    sums = answer.sums or [""] * len(answer.names)
+    parts = (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, sums)
+    lengths = {len(part) for part in parts}
     if len(lengths) != 1:
         raise Refused("malformed", f"roll of clients {str(answer.names[:5])[:200]}: lists of different lengths")
     for name, count in Counter(answer.names).items():
@@ -120,11 +130,22 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         )
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
-    columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
+    if answer.columns and (names_of(answer.columns) is None or not answer.schema):
+        raise Refused("malformed", f"{who} says that its columns are {answer.columns[:100]!r}")
+    alike = {key: getattr(answer, key) for key in ("device", "versions", "arithmetic", "schema", "columns")}
     return [
-        Member(name, node, examples, evaluation, steps, answer.device, answer.versions, labels, answer.arithmetic)
-        for name, examples, evaluation, steps, labels in columns
+        Member(name, node, examples, evaluation, steps, labels=labels, sums=told, **alike)
+        for name, examples, evaluation, steps, labels, told in zip(*parts, strict=True)
     ], answer.in_flight
+
+
+def names_of(text: str) -> list[str] | None:
+    """The names of columns that a site told as JSON; None if they are none."""
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _class_counts(text: str) -> bool:
