@@ -1,8 +1,9 @@
 """Mean and deviation of columns that several sites hold: what each tells of its own, and what all come to.
 
 A site tells count, mean and the sum of squared deviations from that mean, M2. They are put together by the formula of
-Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), which loses
-nothing however far a mean is from 0; every sum is exact (`math.fsum`), so that no order of addition shows.
+Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979). A mean is
+two numbers, the second what float64 cuts off from the first, so that nothing is lost however far it is from 0; every
+sum is exact (`math.fsum`), so that no order of addition shows.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ MOST_TEXT = 1 << 20
 CONSTANT = 8 * float(np.finfo(np.float64).eps)
 """A deviation that is a smaller part of the mean is rounding: that column is constant."""
 
+LARGEST = 1e150
+"""So large may a value be: its square, and sums of squares, still have numbers."""
+
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Square = Annotated[float, Field(ge=0)]
 
 
 class Moments(Section):
-    """Of one client's columns, in the order of the run's: values that are there, their mean, their M2."""
+    """Of one client's columns, in the order of the run's: values that are there, their mean (`mean` + `rest`), M2."""
 
     count: list[Count]
     mean: list[float]
+    rest: list[float]
     squares: list[Square]
 
 
@@ -88,31 +93,36 @@ def moments_of(values: NDArray[np.float64], least: int = 1, digits: int | None =
     Of a column with fewer than `least` values nothing is told; `digits` of the others. Raises SettingsError for values
     whose squares are beyond float64.
     """
-    counts, means, squares = [], [], []
+    told = Moments(count=[], mean=[], rest=[], squares=[])
     for column in values.T:
         held = column[~np.isnan(column)]
         count = len(held) if len(held) >= least else 0
-        mean = square = 0.0
+        mean = rest = square = 0.0
         if count:
+            if float(np.abs(held).max()) * math.sqrt(count) > LARGEST:
+                raise SettingsError("values so large that their squares have no number")
             mean = _sum(held) / count if (held != held[0]).any() else float(held[0])
             off = held - mean
-            square = _sum(off * off)
-        if not math.isfinite(mean * mean) or not math.isfinite(square):
-            raise SettingsError("values so large that their squares have no number")
-        counts.append(count)
-        means.append(_coarse(mean, digits))
-        squares.append(_coarse(square, digits))
-    return Moments(count=counts, mean=means, squares=squares)
+            rest = _sum(off) / count
+            square = max(0.0, _sum(off * off) - count * rest * rest)
+        told.count.append(count)
+        told.mean.append(_coarse(mean, digits))
+        told.rest.append(0.0 if digits else rest)
+        told.squares.append(_coarse(square, digits))
+    return told
 
 
 def read_moments(text: str, columns: int, examples: int) -> Moments:
     """What a client told. Raises SettingsError if it is not of so many columns, or counts more than its examples."""
     told = checked(Moments, _table(text), "sums over the data")
-    if not len(told.count) == len(told.mean) == len(told.squares) == columns:
-        raise SettingsError(f"sums over {len(told.count)} columns; this run's are {columns}")
+    if not len(told.count) == len(told.mean) == len(told.rest) == len(told.squares) == columns:
+        sizes = sorted({len(told.count), len(told.mean), len(told.rest), len(told.squares)})
+        raise SettingsError(f"sums over {' and '.join(map(str, sizes))} columns; this run's are {columns}")
     if max(told.count, default=0) > examples:
         raise SettingsError(f"sums over {max(told.count)} values of {examples} training examples")
-    if any(not math.isfinite(mean * mean * examples) for mean in told.mean):
+    if any(abs(each) * math.sqrt(examples) > LARGEST for each in (*told.mean, *told.rest)) or any(
+        square > LARGEST**2 for square in told.squares
+    ):
         raise SettingsError("a mean whose square has no number")
     return told
 
@@ -125,18 +135,19 @@ def scale_of(told: Sequence[Moments], names: Sequence[str]) -> Scale:
     mean: dict[str, float] = {}
     deviation: dict[str, float] = {}
     for place, name in enumerate(names):
-        parts = [(each.count[place], each.mean[place], each.squares[place]) for each in told if each.count[place]]
-        total = sum(count for count, _, _ in parts)
+        held = [each for each in told if each.count[place]]
+        total = sum(each.count[place] for each in held)
         if not total:
             raise SettingsError(f"task: no site told anything of column {name!r}: it has too few values everywhere")
-        same = all(middle == parts[0][1] for _, middle, _ in parts)
-        center = parts[0][1] if same else math.fsum(count * middle for count, middle, _ in parts) / total
+        center = min(each.mean[place] for each in held)
+        off = [(each.count[place], each.mean[place] - center + each.rest[place]) for each in held]
+        shift = math.fsum(count * each for count, each in off) / total
         square = math.fsum(
-            [square for _, _, square in parts] + [count * (middle - center) ** 2 for count, middle, _ in parts]
+            [each.squares[place] for each in held] + [count * (each - shift) ** 2 for count, each in off]
         )
         spread = math.sqrt(square / total)
-        mean[name] = center
-        deviation[name] = spread if spread > CONSTANT * abs(center) else 0.0
+        mean[name] = center + shift
+        deviation[name] = spread if spread > CONSTANT * abs(mean[name]) else 0.0
     return Scale(mean=mean, deviation=deviation)
 
 
