@@ -97,7 +97,7 @@ def read_npz(path: Path, settings: SourceSettings) -> Raw:
     with opened(path) as file:
         if "train_jpeg_0" in file.files:
             return read_mosaics(file, path)
-        found = {role: take(file, role, settings, path) for role in KEYS}
+        found: dict[str, Any] = {role: take(file, role, settings, path) for role in KEYS}
         return Raw(**found, classes=_declared_classes(file, path))
 
 

@@ -142,7 +142,7 @@ def _number(value: Any, row: int, name: str, path: Path) -> float:
             return np.nan
         value = value if "_" not in value else None  # Python alone takes 1_000 for a number
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         raise SiteError(
             "data-cells",

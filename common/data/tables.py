@@ -153,10 +153,10 @@ def _csv(path: Path) -> Iterator[Any]:
 
 
 def _names(path: Path, rows: Any) -> list[str]:
-    names = next(rows, [])
+    names: list[str] = next(rows, [])
     if not names or len(set(names)) < len(names):
         raise SettingsError(f"{path}: its first line must name the columns, each once; it is {names}")
-    return names  # type: ignore[no-any-return]
+    return names
 
 
 def _read_csv(path: Path, only: Collection[str] | None) -> Table:

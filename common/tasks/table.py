@@ -273,6 +273,11 @@ class Table(Classification):
             raise SiteError("data-unreadable", f"{path} has no row")
         return replace(self.site(name, own), columns=self.how.names)
 
+    def inputs(self, path: Path) -> Tensor:
+        """The rows of any table with the columns of the inputs, as the model wants them: (n, d) in `dtype`."""
+        table = read_columns(path, self.how.inputs, part_of(path))
+        return self.features(torch.from_numpy(self.how.encode(table, path)))
+
     # --- what the model makes of them
 
     def _values(self, examples: Examples) -> NDArray[np.float64]:
@@ -310,11 +315,11 @@ class Table(Classification):
                 fill |= self._known().mean
             fill |= {name: pair[0] for name, pair in self.scale.items()}
             with torch.inference_mode(False):  # kept beyond an evaluation
-                held = (
-                    torch.tensor(values, dtype=torch.float64, device=device)
-                    for values in (mean, divisor, [fill[name] for name in names])
+                filled = [fill[name] for name in names]
+                first, second, third = (
+                    torch.tensor(values, dtype=torch.float64, device=device) for values in (mean, divisor, filled)
                 )
-                self._held[device] = (text, *held)
+            self._held[device] = (text, first, second, third)
         return self._held[device][1:]
 
     def features(self, inputs: Tensor) -> Tensor:
@@ -382,9 +387,8 @@ class Table(Classification):
             )
         else:
             lines["standardization"] = "none: numbers are learnt as they are; task.standardize = true changes that"
-        lines["missing cells"] = {"mean": "filled with the column's mean", None: "an error"}.get(  # type: ignore[call-overload]
-            given.missing, f"filled with {given.missing}"
-        )
+        filled = "filled with the column's mean" if given.missing == "mean" else f"filled with {given.missing}"
+        lines["missing cells"] = "an error" if given.missing is None else filled
         if (test := self.central()) is not None:
             lines["test set"] = f"{len(test)} examples, read by the server alone"
         return lines
