@@ -20,7 +20,7 @@ from client.session import VERSIONS, Session, grant_of, hosted, memory_of, polic
 from client.train import train_client
 from client.training.device import out_of_memory
 from common.data.grant import granting
-from common.errors import MessageError, SettingsError
+from common.errors import MessageError, SettingsError, located
 from strategies.protocol.messages import (
     HEAD,
     EvaluateHead,
@@ -79,6 +79,8 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
     file, policy = str(context.node_config.get("data", "")), policy_of(context)
     reply = session.roll(names, file, shares_labels(context), in_flight)
     reply = replace(reply, **told_of_columns(session, head, names, file, policy, trusts(context)))
+    if policy.share_schema:
+        reply = replace(reply, data_schema=session.data_schema(names, file, head.run))
     for steps in reply.steps:
         policy.check_steps(steps)
         if steps >= 2**63:
@@ -180,9 +182,9 @@ def _guarded(message: Message, context: Context, work: Callable[[list[str], list
     except (Exception, SystemExit) as error:
         head, denied = told[0], isinstance(error, Denied)
         where = f"client {head.client[:100]}, round {head.round}, {stage[0]}"
-        reason = _reason(
-            error, context, where, stage[0], f"{where}: {'' if denied else f'{type(error).__name__}: '}{error}"
-        )
+        # Metrics are code of the user's own more often than not.
+        whole = located(error) if stage[0] == "evaluate" else f"{'' if denied else f'{type(error).__name__}: '}{error}"
+        reason = _reason(error, context, where, stage[0], f"{where}: {whole}")
         content = reply_content(replace(head, status="refused" if denied else "error", reason=reason))
         no_memory = out_of_memory(error)
     if no_memory:

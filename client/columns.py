@@ -17,7 +17,7 @@ from common.data.examples import ClientData
 from common.data.moments import Census
 from common.errors import Denied, SiteError
 from strategies.protocol.members import names_of
-from strategies.protocol.messages import RollHead, schema_of
+from strategies.protocol.messages import RollHead, hash_of_columns
 
 log = logging.getLogger("client.app")
 
@@ -36,8 +36,8 @@ def told(session: Session, head: RollHead, names: list[str], file: str, policy: 
     wanted = names_of(head.columns) if head.columns else None
     if columns and wanted is not None and (differs := difference(columns, wanted)):
         raise SiteError("data-columns", f"{file} {differs}; the run learns from {listed(wanted)}", differs)
-    fields: dict[str, Any] = {"schema": schema_of(head.run, columns)}
-    if columns and (own or policy.statistics):
+    fields: dict[str, Any] = {"columns_hash": hash_of_columns(head.run, columns) if policy.share_schema else ""}
+    if columns and policy.share_schema and (own or policy.statistics):
         fields["columns"] = json.dumps(columns)
     census = session.task.census
     if census is not None:

@@ -13,7 +13,6 @@ from client.train import accepted_memory, open_session
 from client.training.work import LocalWork
 from common.data.examples import ClientData
 from common.seeds import derive, torch_seeded
-from common.tasks.base import evaluate as evaluate_model
 from common.vector import State
 from strategies.protocol.messages import (
     EvaluateHead,
@@ -32,25 +31,31 @@ def evaluate_client(
     if not len(data.evaluate):
         return reply_content(replace(reply, status="empty"))
     stage[0] = "memory"
-    personal = session.experiment.personal
+    personal, strategy = session.experiment.personal, session.strategy
     memory: State = {}
-    if personal.parts:
+    if personal.parts or (strategy.personal and strategy.memory_kind(session.experiment) != "none"):
         memory = accepted_memory(memory_of(context, session), session, head) or {}
     received = receive(session, message, memory, whole=True)
-    if personal.finetune_steps and len(data.train):
+    if (personal.finetune_steps or strategy.personal) and len(data.train):
         stage[0] = "fine-tune"
-        _tune(session, head, data, received, policy_of(context).watch())
+        _tune(session, head, data, received, memory, policy_of(context).watch())
     stage[0] = "evaluate"
     module, size = session.model.module, session.experiment.evaluate.batch_size
-    metrics = evaluate_model(session.task, module, data.evaluate, size)
-    return reply_content(replace(reply, examples=len(data.evaluate)), metrics=metrics)
+    measured = session.scoring.measure(module, data.evaluate, size)
+    sums = {name: total.tolist() for name, total in measured.sums.items()}
+    return reply_content(replace(reply, examples=len(data.evaluate)), metrics=measured.means, sums=sums)
 
 
 def _tune(
-    session: Session, head: EvaluateHead, data: ClientData, received: State, watch: Callable[[int], None]
+    session: Session,
+    head: EvaluateHead,
+    data: ClientData,
+    received: State,
+    memory: State,
+    watch: Callable[[int], None],
 ) -> None:
-    """Train the client's own model a little before it is evaluated, with a new optimizer; the next message loads
-    another one."""
+    """Make the client's own model, or train it a little before it is evaluated, with a new optimizer; the next message
+    loads another one."""
     experiment = session.experiment
     seed = derive(experiment.seed, "fine-tune")
     bench = replace(session, experiment=experiment.model_copy(update={"seed": seed}))
@@ -66,6 +71,10 @@ def _tune(
         lr=experiment.personal.finetune_lr or experiment.local.lr,
         layout=head.layout,
     )
-    work = LocalWork(bench, asked, data, received, {}, watch=watch)
+    own = session.strategy.personal
+    work = LocalWork(bench, asked, data, received, memory if own else {}, watch=watch)
     with torch_seeded(derive(experiment.seed, "fine-tune", head.client, head.round), session.device):
-        work.tune(experiment.personal.finetune_steps)
+        if own:
+            session.strategy.personalize(work)
+        else:
+            work.tune(experiment.personal.finetune_steps)

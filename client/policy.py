@@ -11,6 +11,7 @@
     max_message_mb = 500.0                # of what is received
     max_memory_mb = 16000.0               # of this process, without GPU memory
     share_labels = false                  # class counts in the roll call
+    share_schema = true                   # a hash of what the data look like, there too
     statistics = true                     # sums over the data (`python -m server statistics`); default: none
     statistics_min_count = 10             # counts below it are kept back
     statistics_digits = 4                 # of each sum; default: all
@@ -74,6 +75,7 @@ class Policy(Section):
     max_message_mb: float = Field(2048.0, gt=0, description="MB of one received message")
     max_memory_mb: float | None = Field(None, gt=0, description="MB of main memory of this process")
     share_labels: bool | None = Field(None, description="default: what the node's own settings say")
+    share_schema: bool = Field(True, description="a hash of columns' names, kinds and shapes in the roll call")
     statistics: bool | None = Field(None, description="sums over the data; default: only in a simulation")
     statistics_min_count: int | None = Field(None, ge=1, description="smaller counts are kept back; default: 10")
     statistics_digits: int | None = Field(None, ge=1, le=17, description="of each sum; default: all")

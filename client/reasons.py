@@ -33,6 +33,7 @@ CODES = {
     "steps-denied": "more local steps than the site's policy allows",
     "time-denied": "training takes longer than the site's policy allows",
     "statistics-denied": "the site's policy does not allow statistics of its data",
+    "metric-denied": "the site does not share what a metric of this experiment would tell of its labels",
     "norm-denied": "an upload is longer than the site's policy allows",
     "experiment-invalid": "the experiment cannot work; the text says where",
     "message-invalid": "the message cannot be used; the text says why",
@@ -47,6 +48,7 @@ CODES = {
     "data-cells": "cells of the site's table have no value, are no numbers or none of the declared categories",
     "data-labels": "the site's labels are none of this experiment's classes",
     "task-failed": "task or model cannot be built at this site",
+    "evaluation-failed": "the model could not be evaluated by this experiment's metrics at the site",
     "device-unusable": "the device that the site chose is not there",
     "disk-full": "the site's disk is full",
     "memory-failed": "what the site remembers between rounds could not be read or written",
@@ -56,7 +58,7 @@ CODES = {
 """Code -> its sentence. Those of `Sayable` errors say more: their text follows the code instead."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OF_STAGE = {"open": "task-failed", "data": "data-unreadable"}
+_OF_STAGE = {"open": "task-failed", "data": "data-unreadable", "evaluate": "evaluation-failed"}
 """Stage -> code of errors that name none."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,16 +25,21 @@ from common.arithmetic import describe, require
 from common.compression.feedback import Codec
 from common.data.examples import ClientData, Examples
 from common.data.grant import EVERYTHING, Grant, granted
+from common.data.places import own as own_file
+from common.data.schema import schema_hash
 from common.errors import ExperimentError, Sayable, SettingsError
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.model import FlatModel, build
 from common.seeds import torch_seeded
 from common.tasks.base import NO_CLIENTS, Task
+from common.tasks.scoring import Scoring
 from strategies.base import FederatedStrategy
 from strategies.protocol.downlink import Downlink
 from strategies.protocol.messages import RollReply, read_experiment
 from strategies.registry import settled
+
+log = logging.getLogger("client.session")
 
 MOST_CLASSES = 10_000
 VERSIONS = versions()
@@ -48,6 +54,7 @@ class Session:
     strategy: FederatedStrategy
     task: Task
     model: FlatModel
+    scoring: Scoring
     device: torch.device
     codec: Codec
     downlink: Downlink
@@ -61,6 +68,7 @@ class Session:
     told: dict[str, str] = field(default_factory=dict)
     """What each client has told of its data for the task's census: once told, it stays the same."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
+    _schemas: dict[tuple[str, str], str] = field(default_factory=dict)
     _sound: bool = False
 
     @classmethod
@@ -87,6 +95,7 @@ class Session:
                 strategy,
                 task,
                 model,
+                Scoring(task, model.module, experiment.evaluate),
                 target,
                 Codec(experiment.compression, model.layout),
                 Downlink(strategy, experiment, model.layout),
@@ -94,6 +103,7 @@ class Session:
                 Staging(target),
                 grant=granted(),
             )
+        held.scoring.require(trusts(context) or shares_labels(context))
         return held
 
     def data(self, name: str, file: str) -> ClientData:
@@ -121,6 +131,18 @@ class Session:
             in_flight=in_flight,
             arithmetic=describe(self.device),
         )
+
+    def data_schema(self, names: Sequence[str], file: str, run: str) -> str:
+        """A hash of what the data of this node look like; "" where it cannot be made: no data are refused for it."""
+        if (run, file) not in self._schemas:
+            self._schemas.clear()
+            path = own_file(file, "--data", folders=True) if file else None
+            try:
+                self._schemas[run, file] = schema_hash(path, self.data(names[0], file).train, run)
+            except Exception as error:
+                log.info("what these data look like could not be hashed: %s", error)
+                self._schemas[run, file] = ""
+        return self._schemas[run, file]
 
     def _check_loss(self, held: Sequence[ClientData]) -> None:
         """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.

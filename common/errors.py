@@ -63,3 +63,14 @@ class RunError(RuntimeError):
 def not_one_of(what: str, value: object, allowed: Iterable[str]) -> SettingsError:
     """The error for a name that is not in a registry: names the thing, the value and what is allowed."""
     return SettingsError(f"{what}: {value!r} is unknown; allowed: {', '.join(sorted(allowed))}")
+
+
+def located(error: BaseException) -> str:
+    """An error of somebody's own code in a line: what it is, and the file and line where it was raised."""
+    if isinstance(error, SettingsError):
+        return str(error)
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}{where}"

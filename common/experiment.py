@@ -209,6 +209,10 @@ class EvaluateSettings(Section):
         "auto", description="auto: all clients if the task has no central test set, else none"
     )
     batch_size: int = Field(256, ge=1)
+    metrics: list[str] = Field(
+        [], description="beside the task's: f1, auroc, r2, ... (docs/metrics.md) or package.module:name of one's own"
+    )
+    headline: str | None = Field(None, description="the metric that stands for a run; default: the task's")
 
 
 class SpeedSettings(Section):

@@ -38,7 +38,7 @@ from common.settings import checked, tables_of, text_of  # noqa: E402
 from server.compare.plan import Plan, merged  # noqa: E402
 from server.report import frames  # noqa: E402
 from server.rounds.folder import CELL, MODEL, SETTINGS, RunFolder  # noqa: E402
-from server.rounds.records import headline  # noqa: E402
+from server.rounds.records import Headline, headline  # noqa: E402
 
 # Imported where used: torch, Flower and pandas take seconds, and who looks at a history needs few of them.
 
@@ -75,6 +75,11 @@ class Run:
         """What the run said beside its rounds: warnings, refused clients, void rounds."""
         return RunFolder(self.folder).notes()
 
+    @property
+    def headline(self) -> Headline:
+        """The metric that stands for the run, as last evaluated: its name, value, and whether more is better."""
+        return headline(next((each for each in reversed(self.records) if headline(each).of), {}))
+
     @cached_property
     def model(self) -> Any:
         """The plain torch module with the final weights, on the CPU."""
@@ -102,21 +107,22 @@ class Run:
         return task.inputs(Path(path))
 
     def plot(self, *columns: str) -> Any:
-        """Columns of the history against the rounds, by default accuracy and loss; returns matplotlib's axes."""
+        """Columns of the history against the rounds, by default the headline and the loss; returns matplotlib's
+        axes."""
         found = self.history
         missing = [column for column in columns if column not in found]
         if missing:
             raise SettingsError(f"plot: no column {missing[0]!r}; allowed: {', '.join(found.columns)}")
-        chosen = list(columns) or [key for key in ("accuracy", "loss") if found[key].notna().any()]
+        usual = dict.fromkeys([self.headline.metric, "loss", "train.loss.weighted"])
+        chosen = list(columns) or [key for key in usual if key in found and found[key].notna().any()][:2]
         height = 2.6 * len(chosen) + 0.6
         axes = found[chosen].dropna(how="all").plot(subplots=True, grid=True, figsize=(7, height))
         axes[0].set_title(self.settings.name)
         return axes
 
     def __repr__(self) -> str:
-        last = self.records[-1] if self.records else {}
-        accuracy = headline(last, "accuracy") if last else None
-        reached = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        found = self.headline
+        reached = "" if found.value is None else f", {found.metric} {found.text}"
         return f"<Run {self.settings.name!r}: {len(self.records)} rounds{reached}>"
 
 
@@ -268,8 +274,8 @@ def _say(shown: bool) -> Callable[[str], None]:
 def _show(rounds: int, shown: bool) -> Callable[[dict[str, Any]], None]:
     def show(record: dict[str, Any]) -> None:
         if shown:
-            accuracy = headline(record, "accuracy")
-            reached = "" if accuracy is None else f"  accuracy {accuracy:.4f}"
+            found = headline(record)
+            reached = "" if found.value is None else f"  {found.metric} {found.text}"
             print(f"\rround {record['round']}/{rounds}{reached}", end="", flush=True)
 
     return show

@@ -26,7 +26,7 @@ from server.rounds.stopping import Stop, StopOnSignal, Stopped, earliest, end_wi
 from server.statistics.gather import gather
 from server.statistics.merge import FAR
 from server.watch.audited import audit_of, audited, began, ended
-from server.watch.display import COLUMNS, line
+from server.watch.display import columns, lines
 from server.watch.tracking import Trackers
 from strategies.registry import settled
 
@@ -61,11 +61,17 @@ def main(grid: Grid, context: Context) -> None:
     resume = bool(config.get("resume", False))
     given = str(config.get("run-dir", ""))
     folder = RunFolder(given or choose_folder("runs", experiment.name, resume))
-    say(" ".join(f"{column:>10}" for column in COLUMNS))
-    strict = bool(config.get("strict", False))
+    strict, heads = bool(config.get("strict", False)), [""]
+
+    def show(record: Record) -> None:
+        for text in lines(record, heads):
+            say(text)
+        heads[:] = columns(record)
+
     # Flower's own handler would leave the round in hand unfinished.
     submitted = json.loads(str(config.get("submitted", "")) or "{}")
-    event = audited(AuditLog(audit_of(folder), "server app"), folder.path.name)
+    book = AuditLog(str(config.get("audit", "")) or audit_of(folder), "server app")
+    event = audited(book, folder.path.name)
     began(event, experiment, resume, submitted=submitted)
     try:
         with StopOnSignal() as stop:
@@ -74,7 +80,7 @@ def main(grid: Grid, context: Context) -> None:
                 experiment,
                 folder,
                 resume=resume,
-                show=lambda record: say(line(record)),
+                show=show,
                 stop=stop,
                 strict=strict,
                 claim=str(config.get("claim", "")),

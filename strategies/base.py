@@ -22,6 +22,7 @@ from strategies.protocol.algorithm import (
     tracker_change,
 )
 from strategies.protocol.flower_loop import FlowerLoop
+from strategies.protocol.own import OWN, keep_own, load_own, own_model
 from strategies.protocol.work import Part, Upload, Work
 
 
@@ -81,6 +82,24 @@ def require_sgd(algorithm: str, experiment: Experiment, why: str) -> None:
         )
 
 
+def refuse_kept_moments(algorithm: str, experiment: Experiment) -> None:
+    """Refuse an optimizer's kept state where each of two models has an optimizer."""
+    if experiment.local.moments == "keep":
+        raise SettingsError(
+            f"local.moments = 'keep' beside strategy.name = {algorithm!r}: two models are trained, each with an "
+            "optimizer of its own; allowed: 'reset'"
+        )
+
+
+def refuse_sharpness(algorithm: str, experiment: Experiment) -> None:
+    """Refuse SAM's second point where the formula says at which points gradients are taken."""
+    if experiment.local.sam_rho:
+        raise SettingsError(
+            f"local.sam_rho = {experiment.local.sam_rho:g} has no meaning with strategy.name = {algorithm!r}, whose "
+            "formula takes gradients at points of its own; leave it out"
+        )
+
+
 def damped_decay(algorithm: str, key: str, factor: float, experiment: Experiment) -> str | None:
     """A warning where local weight decay meets gradients that the algorithm scales by `factor`: at rest its momentum
     is zero, so the decay acts 1/factor times as strongly."""
@@ -94,6 +113,7 @@ def damped_decay(algorithm: str, key: str, factor: float, experiment: Experiment
 
 
 __all__ = [
+    "OWN",
     "Algorithm",
     "FederatedStrategy",
     "Kind",
@@ -105,6 +125,11 @@ __all__ = [
     "cohort_mean",
     "damped_decay",
     "hyperparameters",
+    "keep_own",
+    "load_own",
+    "own_model",
+    "refuse_kept_moments",
+    "refuse_sharpness",
     "require_sgd",
     "tracker_change",
 ]

@@ -14,20 +14,29 @@ from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
 from common.settings import Section, checked, shown
+from strategies.apfl import APFL
 from strategies.base import FederatedStrategy
+from strategies.ditto import Ditto
 from strategies.fagc import FAGC, FANT
+from strategies.fedala import FedALA
 from strategies.fedavg import FedAvg
 from strategies.fedcm import FedCM
 from strategies.feddyn import FedDyn
+from strategies.fedexp import FedExP
 from strategies.fedlws import FedLWS
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
+from strategies.fedspeed import FedSpeed
+from strategies.fedsplit import FedSplit
 from strategies.fedzmg import FedZMG
 from strategies.hafedho import HaFedHo
+from strategies.local_only import LocalOnly
 from strategies.mime import Mime, MimeLite
 from strategies.moon import Moon
 from strategies.padamfed import PAdaMFed
+from strategies.perfedavg import PerFedAvg
 from strategies.pfedafm import PFedAFM
+from strategies.pfedme import PFedMe
 from strategies.scaffold import Scaffold
 from strategies.scaffoldm import ScaffoldM
 
@@ -68,6 +77,7 @@ UNIFORM = {"weights": "uniform"}
 
 REGISTRY: dict[str, Entry] = {
     "fedavg": Entry(FedAvg, "arXiv 1602.05629"),
+    "fedsmb": Entry(FedAvg, "arXiv 2011.07006", local={"steps": 1}),
     "fedavgm": Entry(FedAvg, "arXiv 1909.06335", {"optimizer": "momentum", "momentum": 0.9, "lr": 1.0}),
     "fedadagrad": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "adagrad", "beta1": 0.0, "lr": 0.1}),
     "fedadam": Entry(FedAvg, "arXiv 2003.00295", {"optimizer": "adam", "lr": 0.01}),
@@ -79,6 +89,7 @@ REGISTRY: dict[str, Entry] = {
         {"optimizer": "ams", "lr": 0.01},
         compression={"up": "top-k", "ratio": 0.015625},
     ),
+    "fedexp": Entry(FedExP, "arXiv 2301.09604"),
     "fedprox": Entry(FedProx, "arXiv 1812.06127"),
     "fednova": Entry(FedNova, "arXiv 2007.07481"),
     "fednovavr": Entry(FedNova, "arXiv 2007.07481", options={"vr": "compensated"}),
@@ -88,6 +99,8 @@ REGISTRY: dict[str, Entry] = {
     "hafedho": Entry(HaFedHo, "seed paper, Algorithm 1"),
     "fedcm": Entry(FedCM, "arXiv 2106.10874"),
     "feddyn": Entry(FedDyn, "arXiv 2111.04263"),
+    "fedspeed": Entry(FedSpeed, "arXiv 2302.10429"),
+    "fedsplit": Entry(FedSplit, "arXiv 2005.05238"),
     "moon": Entry(Moon, "arXiv 2103.16257"),
     "fedlws": Entry(FedLWS, "arXiv 2503.15111"),
     "fedzmg": Entry(FedZMG, "arXiv 2602.18384"),
@@ -101,6 +114,12 @@ REGISTRY: dict[str, Entry] = {
     "fedper": Entry(FedAvg, "arXiv 1912.00818", personal={"parts": ["head"]}),
     "fedrep": Entry(FedAvg, "arXiv 2102.07078", personal={"parts": ["head"], "head_steps": 10}, options=UNIFORM),
     "pfedafm": Entry(PFedAFM, "arXiv 2404.17847", personal={"parts": PRIVATE}),
+    "local-only": Entry(LocalOnly, "-"),
+    "ditto": Entry(Ditto, "arXiv 2012.04221"),
+    "pfedme": Entry(PFedMe, "arXiv 2006.08848"),
+    "apfl": Entry(APFL, "arXiv 2003.13461"),
+    "perfedavg": Entry(PerFedAvg, "arXiv 2002.07948"),
+    "fedala": Entry(FedALA, "arXiv 2212.01197"),
     "diloco": Entry(
         FedAvg, "arXiv 2311.08105", OUTER, {**INNER, "optimizer": "adamw", "weight_decay": 0.1}, options=UNIFORM
     ),
@@ -168,6 +187,11 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
     if local.moments == "keep" and local.optimizer == "sgd" and not local.momentum:
         raise SettingsError("local.moments = 'keep': plain sgd has none; give local.momentum or leave it out")
     personal = experiment.personal
+    if strategy.personal and (personal.active or personal.head_steps):
+        raise SettingsError(
+            f"[personal] beside strategy.name = {experiment.strategy.name!r}: there each client has a whole model of "
+            "its own; leave it out"
+        )
     if personal.head_steps and not personal.parts:
         raise SettingsError(
             f"personal.head_steps = {personal.head_steps} needs personal.parts, the part of the model that is personal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,6 +19,8 @@ import pytest  # noqa: E402
 
 from tests.support.children import owned, watched  # noqa: E402
 from tests.support.today import DAY, FULL_DAYS, REST_DAYS, turn  # noqa: E402
+
+OWN_LOGGERS = ("client", "server", "common", "strategies")
 
 SUITES = {
     "daily": "what matters every day: no test marked `rest` or `full` (the default)",
@@ -96,6 +99,21 @@ def _children(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of real processes that failed leaves none behind."""
     with owned() if request.node.get_closest_marker("processes") else nullcontext():
         yield
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    known = list(logging.root.manager.loggerDict.items())
+    own = [(name, each) for name, each in known if name.split(".")[0] in OWN_LOGGERS]
+    return [(name, each) for name, each in own if isinstance(each, logging.Logger)]
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """Commands that run in this process quieten loggers; what the next test listens to is as loud as ever."""
+    kept = {name: each.level for name, each in _loggers()}
+    yield
+    for name, each in _loggers():
+        each.setLevel(kept.get(name, logging.NOTSET))
 
 
 @pytest.fixture(autouse=True)

@@ -144,7 +144,8 @@ def _once(shares_labels: bool | None) -> str:
     }[shares_labels]
     return (
         "when it joins: its name, numbers of training and evaluation examples and of local steps, device, versions and "
-        f"kind of processor; {labels}; sums over its data where the policy says statistics = true"
+        "kind of processor; a short hash of what its data look like (names and kinds of columns, shapes), unless the "
+        f"policy says share_schema = false; {labels}; sums over its data where the policy says statistics = true"
     )
 
 
@@ -173,6 +174,7 @@ def _evaluation(experiment: Experiment) -> str:
     model = "its own model" if experiment.personal.active else "the global model"
     return (
         f"{when}, {who}: means of {model}'s metrics (loss, accuracy) over this site's evaluation examples, their number"
+        + (f"; sums for {', '.join(given.metrics)}" if given.metrics else "")
     )
 
 

@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 KINDS = ("train", "evaluate", "query")
 STATUSES = ("ok", "error", "empty", "memory-lost", "refused", "lost", "waiting", "denied")
-VALUES = ("loss", "accuracy", "examples")
+MOST_METRICS = 50
+"""Names of metrics that are served; they come from the task."""
 
 
 class ClientMetrics:
@@ -42,11 +43,9 @@ class ClientMetrics:
         self._seconds = counter("phase_seconds", "Time spent in the phases of messages.", "kind", "phase")
         self._bytes = counter("bytes", "Content of messages.", "direction")
         self._last = gauge("last_message_timestamp_seconds", "When the last message was answered.")
-        self._values = {
-            "loss": gauge("loss", "Mean loss of the last message.", "kind"),
-            "accuracy": gauge("accuracy", "Accuracy of the last message.", "kind"),
-            "examples": gauge("examples", "Examples of the last message.", "kind"),
-        }
+        self._examples = gauge("examples", "Examples of the last message.", "kind")
+        self._metric = gauge("metric", "A metric of the last message, a mean over its examples.", "kind", "metric")
+        self._metrics: set[str] = set()
         self._online: dict[str, bool] = {}
         self._waits: dict[str, bool] = {}
         self._told: dict[str, str] = {}
@@ -88,7 +87,7 @@ class ClientMetrics:
     ) -> None:
         """One more message was answered. `seconds`: phase ("receive", "work", "send") -> seconds.
 
-        Of `metrics` loss, accuracy and examples are shown.
+        `metrics`: means over its examples, and their number as "examples".
         """
         name, kind = self._known(name), kind if kind in KINDS else "other"
         self._waits[name] = status == "waiting"
@@ -100,9 +99,12 @@ class ClientMetrics:
         self._bytes.labels(name, "down").inc(max(0, bytes_down))
         self._bytes.labels(name, "up").inc(max(0, bytes_up))
         self._last.labels(name).set(time.time())
-        for key, gauge in self._values.items():
-            if key in metrics:
-                gauge.labels(name, kind).set(metrics[key])
+        for key, value in metrics.items():
+            if key == "examples":
+                self._examples.labels(name, kind).set(value)
+            elif key == "loss" or (kind == "evaluate" and (key in self._metrics or len(self._metrics) < MOST_METRICS)):
+                self._metrics.add(key)
+                self._metric.labels(name, kind, key).set(value)
 
     def _known(self, name: str) -> str:
         return name if self._names is None or name in self._names else "other"

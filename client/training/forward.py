@@ -83,13 +83,18 @@ class Forward:
         if self._good_steps == GROWTH_STEPS:
             self._scale, self._good_steps = min(self._scale * 2, FIRST_SCALE), 0
 
-    def gradient_at(self, point: Tensor, batch: Any) -> Tensor:
+    def gradient_at(self, point: Tensor, batch: Any, buffers: State | None = None) -> Tensor:
         """The gradient (d + k,) at another shared model (d,), in a vector that the next call writes anew. Buffers and
-        random numbers stay as they are, so that the pass that follows draws the same dropout masks."""
+        random numbers stay as they are, so that the pass that follows draws the same dropout masks; `buffers` are
+        those of the other model, and move."""
         start = self._random_state()
         with self._elsewhere():
             self._model.vector.copy_(point)
+            for name, value in (buffers or {}).items():
+                self._model.buffers[name].copy_(value)
             self.backward(batch)
+            for name, value in (buffers or {}).items():
+                value.copy_(self._model.buffers[name])
         self._set_random_state(start)
         if self._there is None:
             self._there = torch.empty_like(self._model.whole_gradient)

@@ -6,6 +6,8 @@ An algorithm's `local` sees each raw gradient as one flat vector before the opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,10 +21,11 @@ from client.training.batches import (
     normalization_frozen,
 )
 from client.training.forward import Forward
+from client.training.optimizers import MATRIX_OPTIMIZERS, LocalOptimizer
 from client.training.stepper import Stepper
 from common.data.examples import ClientData
 from common.experiment import Experiment, LocalSettings
-from common.model import FlatModel
+from common.model import FlatModel, matrix_slots
 from common.seeds import generator
 from common.tasks.base import Task
 from common.vector import Layout, State
@@ -97,6 +100,9 @@ class LocalWork:
         self._optimizer_state: State = {}
         self._clippable = model.gradient[:0]
         self._order = generator(bench.experiment.seed, "batches", head.client, head.round)
+        self._present: tuple[Any, bool] = (None, False)
+        self._fresh: Iterator[tuple[Any, bool]] | None = None
+        self._fresh_order = partial(generator, bench.experiment.seed, "fresh batches", head.client, head.round)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=model.vector.device)
 
     @property
@@ -137,15 +143,18 @@ class LocalWork:
         part: Part = "all",
         extra: Callable[[Tensor, Any], Tensor] | None = None,
         reference: Tensor | None = None,
+        reference_buffers: State | None = None,
         after: Callable[[], None] | None = None,
+        repeat: int = 1,
     ) -> Iterator[Tensor]:
         """See `strategies.base.Work.steps`."""
         if part == "all" and self._head_steps:
             for _ in self._run("personal", self._head_steps):
                 pass
             part = "shared"
-        for gradient in self._run(part, None, clip, yields, extra, reference, after):
-            self.steps_taken += 1
+        run = self._run(part, None, clip, yields, extra, reference, after, reference_buffers, repeat)
+        for number, gradient in enumerate(run):
+            self.steps_taken += number % repeat == 0
             yield gradient
 
     def tune(self, steps: int) -> None:
@@ -162,6 +171,8 @@ class LocalWork:
         extra: Callable[[Tensor, Any], Tensor] | None = None,
         reference: Tensor | None = None,
         after: Callable[[], None] | None = None,
+        reference_buffers: State | None = None,
+        repeat: int = 1,
     ) -> Iterator[Tensor]:
         """`budget` steps, or as many as the settings say, on one part of the model."""
         model, settings, forward = self._model, self.settings, self._forward
@@ -172,12 +183,13 @@ class LocalWork:
         # Held once: a vector of the model's size a step costs more than the sum.
         apart = torch.empty_like(model.vector) if proximal is not None else model.vector[:0]
         model.module.train()
-        for batch, single in self._batches(self._planned if budget is None else budget):
+        for batch, single in self._batches(self._planned if budget is None else budget, repeat):
+            self._present = batch, single
             self._watched += 1
             self._watch(self._watched)
             with normalization_frozen(model.module, single):
                 if reference is not None:
-                    there = forward.gradient_at(reference, batch)[: len(stepper.gradient)]
+                    there = forward.gradient_at(reference, batch, reference_buffers)[: len(stepper.gradient)]
                     if clip == "before":
                         self._bound(there)
                     self.reference_gradient = there[: len(model.vector)]
@@ -214,6 +226,45 @@ class LocalWork:
     def delta(self) -> Tensor:
         """w_local - w_received (d,); it points downhill."""
         return self._model.vector - self.received["model"]
+
+    def gradient_at(self, point: Tensor, *, fresh: bool = False) -> Tensor:
+        """See `strategies.base.Work.gradient_at`."""
+        if fresh and self._fresh is None:
+            self._fresh = self._batches(None, order=self._fresh_order())
+        if fresh and self._fresh is not None:
+            self._present = next(self._fresh)
+        batch, single = self._present
+        held, model = self._model.whole_gradient.clone(), self._model
+        model.module.train()
+        self._watch(self._watched)
+        with normalization_frozen(model.module, single):
+            there = self._forward.gradient_at(point, batch)[: len(model.vector)]
+        model.whole_gradient.copy_(held)
+        return there
+
+    @contextmanager
+    def beside(self, vector: Tensor, buffers: State) -> Iterator[None]:
+        """See `strategies.base.Work.beside`."""
+        model = self._model
+        held = model.vector.clone(), {name: value.clone() for name, value in model.buffers.items()}
+        model.load(vector, buffers)
+        try:
+            yield
+        finally:
+            model.load(*held)
+
+    def optimizer(self, vector: Tensor, gradient: Tensor) -> Callable[[], None]:
+        """See `strategies.base.Work.optimizer`."""
+        settings = self.settings
+        matrices = matrix_slots(self._task, self._model, "shared") if settings.optimizer in MATRIX_OPTIMIZERS else []
+        optimizer = LocalOptimizer(settings, vector, gradient, self.lr, matrices)
+
+        def step() -> None:
+            optimizer.step()
+            if settings.step_decay != 1.0:
+                optimizer.decay(settings.step_decay)
+
+        return step
 
     def full_gradient(self) -> Tensor:
         """The mean gradient over all training examples at the current local model (d,).
@@ -267,13 +318,17 @@ class LocalWork:
         batch = self._data.train.batch(index)
         return channels_last(batch) if self.settings.channels_last else batch
 
-    def _batches(self, count: int) -> Iterator[tuple[Any, bool]]:
-        """So many batches, each with whether BatchNorm could not take it (one example)."""
+    def _batches(
+        self, most: int | None, repeat: int = 1, order: torch.Generator | None = None
+    ) -> Iterator[tuple[Any, bool]]:
+        """So many batches, or without end, each with whether BatchNorm could not take it (one example)."""
         taken, merges = 0, self._merges
-        while taken < count:
-            given = len(self._data.train), self.settings.batch_size, self._order, merges
-            for index in epoch_batches(*given, self._model.vector.device)[: count - taken]:
-                yield self._task.augment(self._batch(index)), merges and len(index) == 1
+        while most is None or taken < most:
+            given = len(self._data.train), self.settings.batch_size, order or self._order, merges
+            for index in epoch_batches(*given, self._model.vector.device)[: None if most is None else most - taken]:
+                batch = self._task.augment(self._batch(index))
+                for _ in range(repeat):
+                    yield batch, merges and len(index) == 1
                 taken += 1
 
 

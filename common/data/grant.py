@@ -32,12 +32,12 @@ class Grant:
     downloads: tuple[str, ...] | bool | None = None
     """Names that may be fetched or read from the hub's cache; True: those of this project's own data sets."""
 
-    def task(self, name: str) -> None:
-        """Raise Denied unless `module:function` may be imported."""
+    def task(self, name: str, setting: str = "task.name") -> None:
+        """Raise Denied unless `module:name` may be imported; `setting` is the key that names it."""
         if self.tasks is not None and name not in self.tasks:
             raise Denied(
                 "task-denied",
-                f"task.name = {shown(name)} is none of this project's tasks, and the site has not allowed it "
+                f"{setting} = {shown(name)} is none of this project's, and the site has not allowed it "
                 "(--allow-task, or `tasks` of its policy)",
             )
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import errno
-import ipaddress
 import json
 import logging
-import re
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import uvicorn
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
@@ -22,13 +18,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from common.deploy.addresses import ip_address
-from common.errors import SettingsError
+from common.deploy.serving import in_thread, listening, parse
 
 log = logging.getLogger("common.deploy.endpoint")
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
-T = TypeVar("T")
 
 # A scraper asks in some hundred bytes and reads the answer at once.
 MOST_REQUEST_BYTES = 16 * 1024
@@ -54,7 +48,7 @@ class Endpoint:
         self._registry = registry
         self._health = health
         self._asking = asyncio.Lock()
-        self._host, self._asked_port = parse(address)
+        parse(address, "--metrics")
         self._socket: socket.socket | None = None
 
     @property
@@ -65,7 +59,7 @@ class Endpoint:
     def __enter__(self) -> Self:
         # They double the number of series, and nothing reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._socket = self._bind()
+        self._socket = listening(self._address, "--metrics")
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
@@ -93,23 +87,6 @@ class Endpoint:
         self._thread.join()
         self._socket = None
 
-    def _bind(self) -> socket.socket:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(self._host, self._asked_port, type=socket.SOCK_STREAM)[0]
-            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-            # It listens at once: nobody is turned away though the thread may take a moment to begin.
-            return socket.create_server(address, family=family, dualstack_ipv6=both)
-        except socket.gaierror:
-            reason = "this host name is unknown"
-        except OSError as error:
-            known = {
-                errno.EADDRINUSE: "this port is in use",
-                errno.EADDRNOTAVAIL: "this machine has no such address",
-                errno.EACCES: "this user may not open this port",
-            }
-            reason = known.get(error.errno or 0, str(error))
-        raise SettingsError(f"--metrics: {self._address}: {reason}") from None
-
     def _serve(self, bound: socket.socket) -> None:
         with bound:
             asyncio.run(self._server.serve([bound]))
@@ -123,7 +100,7 @@ class Endpoint:
         return app
 
     async def _tell_metrics(self, _: Request) -> Response:
-        return Response(await _in_thread(lambda: generate_latest(self._registry)), media_type=_METRICS_TYPE)
+        return Response(await in_thread(lambda: generate_latest(self._registry), "metrics"), media_type=_METRICS_TYPE)
 
     async def _tell_health(self, _: Request) -> Response:
         healthy, details = await self._ask_health()
@@ -137,27 +114,12 @@ class Endpoint:
         except TimeoutError:
             return False, {"error": f"an earlier question is unanswered after {HEALTH_S:g} s"}
         try:
-            return await _in_thread(self._health)
+            return await in_thread(self._health, "metrics")
         except Exception as error:
             log.exception("the health of this process could not be told")
             return False, {"error": repr(error)}
         finally:
             self._asking.release()
-
-
-def _in_thread(question: Callable[[], T]) -> asyncio.Future[T]:
-    """The answer from a thread that may hang: a daemon, for which neither the loop nor the process's end waits."""
-    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-    answer.set_running_or_notify_cancel()
-
-    def ask() -> None:
-        try:
-            answer.set_result(question())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="metrics", daemon=True).start()
-    return asyncio.wrap_future(answer)
 
 
 async def _not_found(_: Request, __: Exception) -> Response:
@@ -171,19 +133,6 @@ async def _not_implemented(_: Request, __: Exception) -> Response:
 async def _failed(_: Request, error: Exception) -> Response:
     log.error("the metrics of this process could not be told", exc_info=error)
     return Response("see the log of this process\n", 500, media_type="text/plain")
-
-
-def parse(address: str) -> tuple[str, int]:
-    """Host and port of [HOST:]PORT. Raises SettingsError, naming --metrics, if it is none."""
-    match = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):)?([0-9]{1,5})", address)
-    host = (match[1] or "127.0.0.1").strip("[]") if match else ""
-    if (
-        match is None
-        or int(match[2]) > 65535
-        or ((match[1] or "").startswith("[") and not isinstance(ip_address(host), ipaddress.IPv6Address))
-    ):
-        raise SettingsError(f"--metrics: {address!r} is not [HOST:]PORT, such as 9464, 0.0.0.0:9464 or [::]:9464")
-    return host, int(match[2])
 
 
 class _Connection(H11Protocol):

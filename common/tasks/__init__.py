@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pkgutil import resolve_name
 
-from common.data.grant import granted
 from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
+from common.own import cause, load
 from common.tasks.base import Task
 
 # name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
@@ -51,14 +51,7 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
 
 
 def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> Task:
-    granted().task(settings.name)
-    what = f"task.name = {settings.name!r}"
-    if not all(settings.name.partition(":")):
-        raise SettingsError(f"{what}; allowed: package.module:function")
-    try:
-        function = resolve_name(settings.name)
-    except Exception as error:
-        raise SettingsError(f"{what} cannot be imported: {_cause(error)}") from error
+    function, what = load(settings.name, "task.name", "function"), f"task.name = {settings.name!r}"
     if not callable(function):
         raise SettingsError(f"{what} is not a function but {type(function).__name__}: {function!r}")
     try:
@@ -66,11 +59,7 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
     except Sayable:
         raise
     except Exception as error:
-        raise SettingsError(f"{what} with {settings.options} failed: {_cause(error)}") from error
+        raise SettingsError(f"{what} with {settings.options} failed: {cause(error)}") from error
     if not isinstance(task, Task):
         raise SettingsError(f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}")
     return task
-
-
-def _cause(error: Exception) -> str:
-    return str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from common.data.examples import ClientData, Examples
 from common.data.moments import Census
+from common.errors import SettingsError
+from common.experiment import EvaluateSettings
+from common.metrics.metric import Metric
+from common.metrics.ready import Kind
 
 NO_CLIENTS = (
     "the task has no clients of its own (`names()` is empty), so none can be simulated: where sites bring their data, "
@@ -48,13 +52,45 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss over one batch, a 0-d tensor that autograd can differentiate."""
 
-    @abstractmethod
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
-        """Sums over one batch that become means over a data set, e.g. {"loss": ..., "accuracy": ...}.
+    def outputs(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """What the model gives for a batch and what it should have given, as `metric_kind` says: for metrics.
 
-        Numbers, or 0-d tensors: a GPU is not waited for to read those of each batch.
-        Called without gradients and with the model in evaluation mode.
+        Called without gradients and with the model in evaluation mode. A task that has no such pair need not have
+        this: then it overrides `metrics`.
         """
+        raise SettingsError(
+            f"{type(self).__name__} has no outputs(): metrics beside its own are made of them; write "
+            "outputs(model, batch) -> (outputs, targets)"
+        )
+
+    def judge(self, outputs: Any, targets: Any) -> Mapping[str, float | Tensor]:
+        """Sums over a batch's outputs that become means over a data set, e.g. {"loss": ..., "accuracy": ...}: numbers,
+        or 0-d tensors, for then a GPU is not waited for to read those of each batch."""
+        return {}
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
+        """`judge` of `outputs`. Where there are none: such sums over one batch from the model itself."""
+        return self.judge(*self.outputs(model, batch))
+
+    def scores(self) -> Sequence[Metric]:
+        """Metrics that are no means over examples, beside those of `judge`: F1, R2, by class. Computed from `outputs`,
+        right over batches and clients alike."""
+        return ()
+
+    metric_kind: Kind = ""
+    """What `outputs` are: so that an experiment may name further metrics, see `common.metrics.ready`."""
+
+    headline: str = ""
+    """The metric that stands for a run. "": accuracy if there is one, else the first of `scores`, else the first of
+    the others but the loss, else that."""
+
+    lower: frozenset[str] = frozenset()
+    """Which of the means of `judge` are better the lower they are, beside those of `common.metrics.directions`."""
+
+    def output_size(self, model: nn.Module) -> int | None:
+        """How many classes, labels or numbers the model gives; None if that cannot be told from it."""
+        found = getattr(self.output_layer(model), "out_features", None)
+        return found if isinstance(found, int) else None
 
     def augment(self, batch: Any) -> Any:
         """A training batch, changed at random: once a step, before every pass of that step sees it, on the batch's
@@ -88,13 +124,8 @@ class Task(ABC):
 
 
 def evaluate(task: Task, model: nn.Module, data: Examples, batch_size: int) -> dict[str, float]:
-    """Means of the task's metrics over `data`, with the model in evaluation mode."""
-    sums: dict[str, float | Tensor] = {}
-    training = model.training
-    model.eval()
-    with torch.inference_mode():
-        for index in torch.split(torch.arange(len(data)), batch_size):
-            for key, value in task.metrics(model, data.batch(index)).items():
-                sums[key] = sums.get(key, 0.0) + (value.double() if isinstance(value, Tensor) else value)
-    model.train(training)
-    return {key: float(value) / len(data) for key, value in sums.items()}
+    """The task's own metrics over `data`, with the model in evaluation mode."""
+    from common.tasks.scoring import Scoring  # which is made of tasks
+
+    scoring = Scoring(task, model, EvaluateSettings())
+    return scoring.values(scoring.measure(model, data, batch_size))

@@ -16,6 +16,7 @@ from torch.nn import functional
 from common.data.examples import ClientData, Examples, pick
 from common.errors import SiteError
 from common.experiment import PartitionSettings
+from common.metrics.ready import Kind
 from common.models.images import output_layer
 from common.partition.assignment import Assignment, split_holdout
 from common.partition.make import make_assignment
@@ -27,6 +28,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 class Classification(Task):
     """Classes of a pooled data set that a plan splits over clients: cross entropy and accuracy."""
+
+    metric_kind: Kind = "classes"
+    headline = "accuracy"
 
     def __init__(self, partition: PartitionSettings, seed: int, dtype: str) -> None:
         self.partition = partition
@@ -101,9 +105,12 @@ class Classification(Task):
         inputs, targets = batch
         return functional.cross_entropy(model(self.features(inputs)), targets)
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
-        """Sums over the batch: cross entropy (nats) and right answers."""
+    def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits (b, c) and classes (b,)."""
         inputs, targets = batch
-        logits = model(self.features(inputs))
-        loss = functional.cross_entropy(logits, targets, reduction="sum")
-        return {"loss": loss.detach(), "accuracy": (logits.argmax(1) == targets).sum()}
+        return model(self.features(inputs)), targets
+
+    def judge(self, outputs: Any, targets: Any) -> Mapping[str, float | Tensor]:
+        """Cross entropy (nats) and right answers."""
+        loss = functional.cross_entropy(outputs, targets, reduction="sum")
+        return {"loss": loss.detach(), "accuracy": (outputs.argmax(1) == targets).sum()}

@@ -56,6 +56,8 @@ class Quadratic(Task):
     a client has the gradient of its whole F_i; their number is what data weights are made of.
     """
 
+    headline = "loss"
+
     def __init__(self, options: dict[str, Any], partition: PartitionSettings, seed: int) -> None:
         settings = checked(QuadraticSettings, options, "[task]")
         self.dtype = DTYPES[settings.dtype]

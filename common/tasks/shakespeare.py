@@ -190,6 +190,10 @@ class Shakespeare(Classification):
         loss = functional.cross_entropy(logits, targets, reduction="sum").detach()
         return {"loss": loss * weight, "accuracy": (logits.argmax(1) == targets).sum() * weight}
 
+    def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits (m, 80) and characters (m,) of all predictions."""
+        return self._predicted(model, batch)
+
     def _predicted(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits (m, 80) and characters (m,) of all predictions."""
         held, targets = batch

@@ -75,6 +75,8 @@ class Table(Classification):
         self.settings = given = checked(TableSettings, options, "[task]")
         super().__init__(partition, seed, given.dtype)
         self._check_words()
+        if self.numeric:
+            self.metric_kind, self.headline = "numbers", "mse"
         scaled = self.how.numbers
         if self.numeric and given.standardize is True:
             scaled = (*scaled, self.how.target)
@@ -357,16 +359,22 @@ class Table(Classification):
         mean, divisor = self._target_scale()
         return functional.mse_loss(model(self.features(inputs)).squeeze(1), ((targets - mean) / divisor).to(self.dtype))
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
-        """Sums over the batch: cross entropy and right answers; of a number its squared error in units of its
-        deviation, as trained, and squared and absolute error in its own."""
+    def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits (b, c) and classes (b,); numbers (b,) in their own units and the targets (b,)."""
         if not self.numeric:
-            return super().metrics(model, batch)
+            return super().outputs(model, batch)
         inputs, targets = batch
         mean, divisor = self._target_scale()
-        off = model(self.features(inputs)).squeeze(1).double() * divisor + mean - targets
+        return model(self.features(inputs)).squeeze(1).double() * divisor + mean, targets
+
+    def judge(self, outputs: Any, targets: Any) -> Mapping[str, float | Tensor]:
+        """Sums: cross entropy and right answers; of a number its squared error in units of its deviation, as trained,
+        and squared and absolute error in its own."""
+        if not self.numeric:
+            return super().judge(outputs, targets)
+        off = outputs - targets
         square = (off * off).sum()
-        return {"loss": square / divisor**2, "mse": square, "mae": off.abs().sum()}
+        return {"loss": square / self._target_scale()[1] ** 2, "mse": square, "mae": off.abs().sum()}
 
     def explain(self) -> Mapping[str, str]:
         """Inputs, target, standardization, missing values and test set."""

@@ -16,6 +16,7 @@ from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
+    AuditFile,
     Certs,
     Clients,
     Cohort,
@@ -32,6 +33,7 @@ from server.commands.options import (
     LinkAuthority,
     Metrics,
     NodesFile,
+    Page,
     Portable,
     Resume,
     RunDir,
@@ -42,10 +44,13 @@ from server.commands.options import (
     errors,
     token_of,
 )
+from server.page import page_at
 from server.rounds.stopping import GRACE_S, StopOnSignal, stop_on_signals
 
 if TYPE_CHECKING:
+    from server.deploy.control import Watcher
     from server.rounds.folder import RunFolder
+    from server.watch.link_metrics import LinkMetrics
     from server.watch.viewers import Viewer
 
 # Imported where used: torch, Flower and matplotlib take seconds, numpy a tenth of one, and `--help` needs none of them.
@@ -74,6 +79,7 @@ def simulate(
     gpus: Gpus = 1.0,
     cohort: Cohort = None,
     grace: Grace = GRACE_S,
+    page: Page = None,
     portably: Portable = False,
 ) -> None:
     """Run all clients on this machine without a server.
@@ -88,7 +94,9 @@ def simulate(
         from server.watch.display import Display
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably)
-        with Display(settings.name, settings.rounds) as display:
+        with page_at(page, settings.name) as shown, Display(settings.name, settings.rounds) as display:
+            if shown:
+                shown.show_run(folder, settings, display.say)
             if engine is Engine.flower:
                 from server.engines import vce
 
@@ -119,6 +127,7 @@ def local(
     seed: Seed = None,
     device: Device = "cpu",
     grace: Grace = GRACE_S,
+    page: Page = None,
     portably: Portable = False,
 ) -> None:
     """Run a whole federation on this machine: a SuperLink, the server app and one resident process a client."""
@@ -129,10 +138,14 @@ def local(
         from server.watch.display import Display
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably)
-        if not (names := prepare(settings).task.names()):
-            raise SettingsError(NO_CLIENTS)
-        with Display(settings.name, settings.rounds) as display:
-            federation.run(settings, folder, display, resume=resume, names=names, device=device, stop=stop)
+        with page_at(page, settings.name) as shown:
+            if not (names := prepare(settings).task.names()):
+                raise SettingsError(NO_CLIENTS)
+            with Display(settings.name, settings.rounds) as display:
+                watchers = [shown.show_run(folder, settings, display.say)] if shown else []
+                federation.run(
+                    settings, folder, display, resume=resume, names=names, device=device, stop=stop, watchers=watchers
+                )
         _conclude(folder, display)
 
 
@@ -160,8 +173,10 @@ def run(
     nodes: NodesFile = None,
     state: State = None,
     users: UsersFile = None,
+    audit: AuditFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    page: Page = None,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
 ) -> None:
@@ -178,14 +193,23 @@ def run(
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users, audit)
         control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
-        prepare(settings)
-        with watched(settings, metrics, log_format) as display:
-            if control is not None:
-                federation.attach(settings, folder, display, resume=resume, control=control, stop=stop)
-            else:
-                federation.run(settings, folder, display, resume=resume, options=options, stop=stop)
+        sites = _link_metrics(metrics, nodes) if control is None else None
+        watchers: list[Watcher] = [sites.follow] if sites else []
+        who = {"users": users, "certificates": certs, "insecure": insecure}
+        with page_at(page, settings.name, **who) as shown:
+            prepare(settings)
+            with watched(settings, metrics, log_format, sites) as display:
+                watchers += [shown.show_run(folder, settings, display.say)] if shown else []
+                if control is None:
+                    federation.run(
+                        settings, folder, display, resume=resume, options=options, stop=stop, watchers=watchers
+                    )
+                else:
+                    for watcher in watchers:
+                        watcher(control.look)
+                    federation.attach(settings, folder, display, resume=resume, control=control, stop=stop, audit=audit)
         _conclude(folder, display)
 
 
@@ -199,8 +223,10 @@ def superlink(
     nodes: NodesFile = None,
     state: State = None,
     users: UsersFile = None,
+    audit: AuditFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
+    page: Page = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs of the queue that go on side by side.")] = 1,
     log_format: Format = LogFormat.text,
     portably: Portable = False,
@@ -211,9 +237,25 @@ def superlink(
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
-        with endpoint(metrics, lambda: (service.healthy(options), {})):
-            service.serve(options, stop=stop, say=say(log_format), grace_s=grace, at_once=at_once)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users, audit)
+        seen, told = _link_metrics(metrics, nodes), say(log_format)
+        watchers: list[Watcher] = [seen.follow] if seen else []
+        with (
+            page_at(page, users=users, certificates=certs, insecure=insecure) as shown,
+            endpoint(metrics, lambda: (service.healthy(options), {}), more=seen),
+        ):
+            if shown:
+                watchers.append(shown.show_link(options, told))
+            service.serve(options, stop=stop, say=told, grace_s=grace, at_once=at_once, watchers=watchers)
+
+
+def _link_metrics(metrics: str | None, nodes: Path | None) -> LinkMetrics | None:
+    if metrics is None:
+        return None
+    from server.deploy.nodes import read
+    from server.watch.link_metrics import LinkMetrics
+
+    return LinkMetrics((lambda: read(nodes)) if nodes else None)
 
 
 def _open(

@@ -175,7 +175,7 @@ def sites(
             _print(found)
             return
         columns = ("name", "status", "seen", "examples", "versions", "arithmetic", "schema", "refused")
-        _table(columns, [["" if s[key] is None else str(s[key]) for key in columns] for s in found])
+        _table(columns, [["" if s[key] is None else str(s[key]) for key in columns] for s in map(_marked, found)])
 
 
 @users.command("add", epilog="Example: python -m server users add alice --role submit")
@@ -213,6 +213,11 @@ def users_remove(name: str, file: UsersPath = Path("users.toml")) -> None:
         book.remove(file, name)
         note(file, "user removed", user=name)
         typer.echo(f"{name} is shut out")
+
+
+def _marked(site: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A site whose data do not look like most others'."""
+    return {**site, "schema": f"{site['schema']} differs"} if site.get("schema_differs") else site
 
 
 def _experiment(path: Path) -> Any:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from common import portable
-from common.deploy.options import finite
+from common.errors import SettingsError
 from common.experiment import Experiment
+from common.metrics.target import Target
 from server.commands.options import (
     Device,
     File,
@@ -72,8 +73,12 @@ def compare(
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Run folders, or folders that hold such.")],
     target: Annotated[
-        list[float] | None,
-        typer.Option(callback=finite, help="Target accuracy; may be repeated. Default: those of the plans, else 0.9."),
+        list[str] | None,
+        typer.Option(
+            metavar="[METRIC=]NUMBER",
+            help="A value of the headline, or of METRIC; may be repeated. Default: those of the plans, else 0.9 of an "
+            "accuracy.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="The HTML page.")] = Path("report.html"),
     tables: Annotated[
@@ -86,11 +91,19 @@ def report(
     with errors():
         from server.report import write
 
-        told = write(folders, target or (), out, smoothing=smoothing, window=window, tables=tables, command=sys.argv)
+        targets = [_target(given) for given in target or ()]
+        told = write(folders, targets, out, smoothing=smoothing, window=window, tables=tables, command=sys.argv)
         typer.echo(told)
         typer.echo(f"page {out.resolve()}")
         if tables is not None:
             typer.echo(f"tables {tables.resolve()}")
+
+
+def _target(given: str) -> Target:
+    try:
+        return Target.parse(given)
+    except ValueError as error:
+        raise SettingsError(f"--target: {error}") from None
 
 
 def check(experiment: File) -> None:

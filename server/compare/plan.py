@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.metrics.target import Target
 from common.settings import Name, Section, checked, dotted, tables_of, text_of
 from server.compare.folder_names import point_slug, shortened, slug
 
@@ -63,7 +64,7 @@ class Plan(Section):
 
     name: Name
     seeds: list[int] = Field([0], min_length=1)
-    targets: list[float] = Field([], description="accuracies for rounds-to-target in the report")
+    targets: list[float | str] = Field([], description="for rounds-to-target: of the headline, or 'METRIC=NUMBER'")
     base: str | dict[str, Any] = Field({}, description="an experiment's tables, or its file, relative to the plan's")
     grid: dict[str, Any] = Field({}, description="dotted key -> values; every combination is run")
     variants: list[Variant] = Field([Variant(name="base")], min_length=1)
@@ -76,9 +77,9 @@ class Plan(Section):
 
     @field_validator("targets")
     @classmethod
-    def _targets(cls, value: list[float]) -> list[float]:
-        if not all(0 < target <= 1 for target in value):
-            raise ValueError("accuracies are above 0 and at most 1")
+    def _targets(cls, value: list[float | str]) -> list[float | str]:
+        for target in value:
+            Target.parse(target)
         return value
 
     @classmethod

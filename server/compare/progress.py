@@ -17,7 +17,7 @@ from rich.text import Text
 
 from server.compare.plan import Tuning
 from server.rounds.folder import HISTORY
-from server.rounds.records import headline
+from server.rounds.records import Headline, headline
 from server.watch.display import Shown
 from server.watch.tail import Tail
 
@@ -31,9 +31,10 @@ class CellHistory:
         self._tail = Tail(folder / HISTORY)
         self.round = 0
         self.seconds = 0.0
-        self.accuracy: float | None = None
+        self.headline: Headline | None = None
+        """The last evaluation's."""
         self.recent: deque[float] = deque(maxlen=Tuning().window)
-        """The last accuracies, of whose mean a run's score is made."""
+        """The last headlines, of whose mean a run's score is made."""
 
     def look(self) -> CellHistory:
         """Read the new whole lines; a history that was cut by a resumed run is read anew."""
@@ -50,9 +51,9 @@ class CellHistory:
             record = json.loads(line)
             self.round = record["round"]
             self.seconds += record["seconds"]["total"]
-            if (accuracy := headline(record, "accuracy")) is not None:
-                self.accuracy = accuracy
-                self.recent.append(accuracy)
+            if (found := headline(record)).value is not None:
+                self.headline = found
+                self.recent.append(found.value)
 
 
 def remaining_s(left: Iterable[tuple[str, int]], seen: Iterable[tuple[str, int, float]], workers: int) -> float | None:
@@ -110,5 +111,5 @@ class Progress(Shown):
 
 def _running(running: list[tuple[str, Any, int]]) -> Iterator[Text]:
     for folder, history, rounds in running:
-        reached = "" if history.accuracy is None else f"  accuracy {history.accuracy:.4f}"
+        reached = "" if history.headline is None else f"  {history.headline.metric} {history.headline.text}"
         yield Text(f"  {folder}  {history.round}/{rounds}{reached}", no_wrap=True, overflow="ellipsis")

@@ -76,7 +76,8 @@ class Standings:
         """A line about a cell that has ended."""
         history, ended = standing.history, sum(each.ended for each in self._all.values())
         what = standing.status if not standing.error else f"{standing.status}: {standing.error.splitlines()[0]}"
-        reached = "" if history.accuracy is None or standing.error else f", accuracy {history.accuracy:.4f}"
+        found = None if standing.error else history.headline
+        reached = "" if found is None else f", {found.metric} {found.text}"
         spent = f"{history.round} rounds in {duration(history.seconds)}"
         progress.say(f"[{ended}/{len(self)}] {standing.cell.folder}: {what}{reached}, {spent}")
 

@@ -92,7 +92,9 @@ def summary(result: Result) -> str:
         if standing.cell.stage == "final":
             groups.setdefault(standing.cell.folder.rpartition("/")[0], []).append(standing)
     width = max(map(len, groups), default=0)
-    lines = [f"accuracy: mean of the last {Tuning().window} evaluations ± deviation over seeds"]
+    heads = {each.history.headline.metric for group in groups.values() for each in group if each.history.headline}
+    named = ", ".join(sorted(heads)) or "score"
+    lines = [f"{named}: mean of the last {Tuning().window} evaluations ± deviation over seeds"]
     lines += [f"{slug:<{width}}  {_score(group)}" for slug, group in groups.items()]
     lines += fairness.lines(result.fairness)
     if result.failed:
@@ -106,7 +108,8 @@ def _score(group: Sequence[Standing]) -> str:
     done = [each for each in group if each.status == "finished"]
     values = [fmean(each.history.recent) for each in done if each.history.recent]
     deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    reached = f"accuracy {fmean(values):.4f}{deviation}, " if values else ""
+    head = next((each.history.headline for each in done if each.history.headline), None)
+    reached = f"{head.metric} {fmean(values):.4f}{deviation}, " if values and head else ""
     tuned = done[0].cell.tuned if done else {}
     chosen = "".join(f", {key} = {json.dumps(value)}" for key, value in tuned.items())
     return f"{reached}{len(done)} of {len(group)} seeds{chosen}"

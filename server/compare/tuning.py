@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.compare.plan import Point, Row, Tuning, axes
-from server.rounds.records import Record, headline
+from server.rounds.records import EVALUATED, Record, headline, valued
 
 Histories = Callable[[Point, int], "Sequence[Record] | None"]
 """Candidate and seed -> the finished run's records, or None if it failed."""
@@ -40,20 +40,25 @@ def choose(row: Row, tuning: Tuning, histories: Histories) -> Choice:
 
 
 def score(records: Sequence[Record] | None, tuning: Tuning) -> float | None:
-    """Of the evaluated rounds' accuracy; of a task without one minus the loss, so that more is better.
+    """Of the evaluated rounds' headline, its sign such that more is better.
 
     None without a run, or if what is scored, or the last round's loss, is not finite.
     """
     evaluated = [dict(record) for record in records or () if "each" in record or "central" in record]
-    accuracy = [headline(record, "accuracy") for record in evaluated]
-    loss = [headline(record, "loss") for record in evaluated]
-    values = accuracy if any(value is not None for value in accuracy) else [None if v is None else -v for v in loss]
-    told = [math.nan if value is None else value for value in values]
-    if not told or (loss[-1] is not None and not math.isfinite(loss[-1])):
+    heads = [found for record in evaluated if (found := headline(record)).of]
+    told = [math.nan if h.value is None else h.value if h.higher else -h.value for h in heads]
+    if not told or _diverged(evaluated[-1]):
         return None
     kept = told[-tuning.window :] if tuning.score == "last" else [max(told, key=_rank)]
     mean = math.fsum(kept) / len(kept)
     return mean if math.isfinite(mean) else None
+
+
+def _diverged(record: Record) -> bool:
+    """Whether a round's loss, on the data that its headline is of, is no number."""
+    held = any("loss" in (record.get(group) or {}) for group in EVALUATED)
+    loss = valued(record, "loss")
+    return held and (loss is None or not math.isfinite(loss))
 
 
 def _rank(value: float) -> float:

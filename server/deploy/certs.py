@@ -158,6 +158,11 @@ def alternative_names(certificate: x509.Certificate) -> list[str]:
     return [str(name.value) for name in names]
 
 
+def certified(path: Path) -> list[str]:
+    """Those of a certificate's file."""
+    return alternative_names(x509.load_pem_x509_certificate(path.read_bytes()))
+
+
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate_path, key_path = folder / CA, folder / CA_KEY
     if certificate_path.exists() != key_path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,10 @@ from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from common.errors import RunError, SettingsError
 from common.flower import ROOT
 
+LOOK_S = 4.0
+"""Two such questions end within the time that Prometheus waits for an answer."""
+Watcher = Callable[[Callable[[str], Any]], None]
+"""Told how to ask a SuperLink: with what answers a GET of a path of its control port."""
 NEVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """In errors that stay however long one waits."""
 
@@ -121,7 +125,7 @@ class Control:
             for id, run in found.items()
         }
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
         """A call of our own beside Flower's, see `server/deploy/runs_api.py`: its answer, from JSON."""
         scheme = "https" if self.ca else "http"
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
@@ -130,7 +134,7 @@ class Control:
         except (OSError, ssl.SSLError) as error:
             raise SettingsError(f"the authority's certificate {str(self.ca)!r} cannot be used: {error}") from None
         try:
-            with httpx.Client(verify=trust, timeout=30.0) as client:
+            with httpx.Client(verify=trust, timeout=timeout_s) as client:
                 answer = client.request(
                     method, f"{scheme}://{self.address}{path}", json=body if method == "POST" else None, headers=headers
                 )
@@ -139,6 +143,10 @@ class Control:
         if answer.is_error:
             raise RunError(f"the server at {self.address}: {_detail(answer)}")
         return answer.json()
+
+    def look(self, path: str) -> Any:
+        """`ask("GET", path)` for who cannot wait long, such as metrics that are scraped."""
+        return self.ask("GET", path, timeout_s=LOOK_S)
 
     def stop(self, run_id: int) -> None:
         """Stop a run; its server app ends within about half a minute."""

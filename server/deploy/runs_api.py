@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,9 @@ class Books:
         for run in reversed(self.everything()):  # the newest last
             if not run["folder"]:
                 continue
-            rolls |= {int(member["node"]): member for member in _json(Path(run["folder"]) / ROLL)}
+            members = _json(Path(run["folder"]) / ROLL)
+            odd = _odd(members)
+            rolls |= {int(each["node"]): {**each, "odd": each.get("data_schema") in odd} for each in members}
             for note in RunFolder(run["folder"]).notes():
                 word, _, why = note.partition(": ")
                 if word.startswith("refused node ") and word.split()[-1].lstrip("-").isdecimal():
@@ -149,10 +153,12 @@ class Books:
                     "node": str(node.node_id),
                     "status": node.status,
                     "seen": _seen(node),
+                    "seen_at": time.time() if node.status == "online" else _seconds(_seen(node)),
                     "examples": roll.get("examples"),
                     "versions": roll.get("versions", ""),
                     "arithmetic": roll.get("arithmetic", ""),
-                    "schema": roll.get("schema", ""),
+                    "schema": roll.get("data_schema", ""),
+                    "schema_differs": bool(roll.get("odd")),
                     "device": roll.get("device", ""),
                     "refused": "" if roll else refused.get(node.node_id, ""),
                 }
@@ -160,9 +166,28 @@ class Books:
         return sorted(found, key=lambda site: (site["status"] != "online", site["name"], site["node"]))
 
 
+def _odd(roll: Sequence[Found]) -> set[str]:
+    """Of the schemas of a roll those that are not most clients'; all of them where there is no such majority."""
+    count = Counter(member["data_schema"] for member in roll if member.get("data_schema"))
+    usual = next((schema for schema, many in count.items() if 2 * many > count.total()), None)
+    return set(count) - {usual}
+
+
 def _seen(node: Any) -> str:
     """When a node was heard last: it promises to be there until some time after each word."""
     return "now" if node.status == "online" else str(node.last_deactivated_at or node.online_until or "")
+
+
+def _seconds(moment: str) -> float | None:
+    """A time as ISO 8601 or in seconds, in seconds since 1970; None for none."""
+    try:
+        return float(moment)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return None
 
 
 def _json(path: Path) -> list[Found]:
@@ -182,6 +207,7 @@ def _of_queue(entry: Entry) -> Found:
         "status": state,
         "round": max(entry.reached, 0),
         "rounds": None,
+        "round_at": None,
         "since": _time(entry.since),
         "owner": entry.owner,
         "folder": entry.folder,
@@ -210,6 +236,7 @@ def _of_flower(run: Any, owners: Mapping[str, str], entry: Entry | None) -> Foun
         "status": word or {"pending": "starting"}.get(run.status.status, run.status.status),
         "round": last.get("round", 0),
         "rounds": status.get("rounds"),
+        "round_at": _seconds(str(last.get("time", ""))),
         "since": str(run.running_at or run.starting_at or run.pending_at),
         "owner": entry.owner if entry else owners.get(str(run.run_id), ""),
         "folder": path,

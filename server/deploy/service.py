@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,10 +15,12 @@ import psutil
 from common.deploy.addresses import answers, reachable
 from common.errors import RunError
 from server.deploy.admission import Admission
+from server.deploy.control import Watcher
 from server.deploy.queue import Queue
 from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.deploy.turns import Turns
+from server.rounds.records import unheard
 from server.rounds.stopping import GRACE_S, Stop
 from server.watch.tail import Tail
 
@@ -29,22 +31,33 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def serve(
-    options: LinkOptions, *, stop: Stop, say: Callable[[str], None], grace_s: float = GRACE_S, at_once: int = 1
+    options: LinkOptions,
+    *,
+    stop: Stop,
+    say: Callable[[str], None],
+    grace_s: float = GRACE_S,
+    at_once: int = 1,
+    watchers: Sequence[Watcher] = (),
 ) -> None:
     """Run a SuperLink until `stop`; then let the server apps behind it finish the round in hand first.
 
     What it and the server apps print goes through `say`, so that all lines have one form. Raises SettingsError before
-    it starts, and RunError if it ends by itself. `at_once`: how many runs of its queue go on side by side.
+    it starts, and RunError if it ends by itself. `at_once`: how many runs of its queue go on side by side. `watchers`
+    are told how to ask it.
     """
     options.check()
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-"))) / "superlink.log"
         link, printed = SuperLink(log, options=options), Tail(log)
-        say = stack.enter_context(registered(book_of(options), options, say))
+        book = book_of(options)
+        stack.enter_context(registered(book, options, say))
         stack.callback(_repeat, printed, say)
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks))
+            event = book.try_record if book else unheard
+            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks, event=event))
+        for told in watchers:
+            told(link.control.look)
         turns = stack.enter_context(Turns(Queue(link.books), link.control, say, at_once))
         how = "TLS" if options.certificates else "plain text"
         runs = f"{options.control_host}:{link.control_port}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import SettingsError
+from common.metrics.target import Target
 from server.report import contents, details
 from server.report.contents import Options
 from server.report.export import export
@@ -14,12 +16,13 @@ from server.report.groups import Group, group
 from server.report.page import page
 from server.report.runs import Run
 
-DEFAULT_TARGET = 0.9
+DEFAULT_TARGET = Target(0.9)
+"""Of an accuracy; of no other metric a value is known that anybody would want."""
 
 
 def write(
     folders: Sequence[Path],
-    targets: Sequence[float],
+    targets: Sequence[Target | float],
     out: Path,
     *,
     smoothing: int = 1,
@@ -29,14 +32,16 @@ def write(
 ) -> str:
     """Write the page, with `tables` also report.md and the data, and return the tables as Markdown.
 
-    `folders` are run folders or hold such (a plan's). Without `targets` those of the plans are taken, else 0.9.
+    `folders` are run folders or hold such (a plan's). Without `targets` those of the plans are taken, else 0.9 where
+    the headline is accuracy.
     Raises SettingsError for a folder without a history or a page that cannot be written.
     """
     runs = find(folders)
     groups = group(runs)
     if not groups:
         raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds runs of a tuning only")
-    options = Options(tuple(targets) or _planned(runs) or (DEFAULT_TARGET,), smoothing, window)
+    usual = (DEFAULT_TARGET,) if all(one.headline == "accuracy" for one in groups) else ()
+    options = Options.of(targets or _planned(runs) or usual, smoothing, window)
     text = markdown(groups, runs, options)
     _save(out, page(groups, runs, options, command), "page")
     if tables is not None:
@@ -59,14 +64,13 @@ def markdown(groups: Sequence[Group], runs: Sequence[Run], options: Options) -> 
     return "\n\n".join(table.markdown() for table in tables if table.rows)
 
 
-def _planned(runs: Sequence[Run]) -> tuple[float, ...]:
-    found = {
-        float(target)
-        for run in runs
-        for target in run.cell.get("targets") or ()
-        if isinstance(target, (int, float)) and not isinstance(target, bool)
-    }
-    return tuple(sorted(found))
+def _planned(runs: Sequence[Run]) -> tuple[Target, ...]:
+    found = set()
+    for run in runs:
+        for target in run.cell.get("targets") or ():
+            with suppress(ValueError):
+                found.add(Target.parse(target))
+    return tuple(sorted(found, key=lambda target: (target.metric, target.value)))
 
 
 def _save(path: Path, text: str, what: str) -> None:

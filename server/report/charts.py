@@ -36,7 +36,7 @@ CHART_POINTS = 8000
 GREY = "#b8b8b8"
 AXES = {"round": "round", "bytes": "{} sent, down and up", "seconds": "seconds", "clock": "simulated seconds"}
 
-NAMES = {"worst": "accuracy of the worst client", "p10": "accuracy, 10th percentile of clients"}
+NAMES = {"worst": "{} of the worst client", "p10": "{}, 10th percentile of clients from the worst"}
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def names_of(groups: Sequence[Group]) -> dict[int, str]:
 
 
 def score(group: Group, window: int) -> float:
-    for metric, sign in (("accuracy", 1.0), ("loss", -1.0), ("train loss", -1.0)):
+    for metric in (group.headline, "loss", "train loss"):
         if (mean := group.final(metric, window)) is not None:
-            return sign * mean.mean
+            return mean.mean if group.better(metric) else -mean.mean
     return -math.inf
 
 
@@ -101,13 +101,15 @@ def curves(
             axes.axhline(target, color="#666666", linewidth=0.8, linestyle=":")
     if metric.startswith("distance") and _positive(bands):
         axes.set_yscale("log")
-    axes.set(xlabel=label, ylabel=NAMES.get(metric, metric))
+    name = NAMES.get(metric, metric).format(bands[0][0].headline)
+    axes.set(xlabel=label)
+    axes.set_ylabel(name, parse_math=False)
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     ends = "; ".join(f"{one.label} ends at {_last(band):.4g}" for one, band in bands[:DRAWN])
-    return svg(figure, f"{NAMES.get(metric, metric)} against {label}: {ends}")
+    return svg(figure, f"{name} against {label}: {ends}")
 
 
 def _unit(most: float) -> tuple[str, float]:
@@ -149,14 +151,15 @@ def _curve(axes: Axes, band: Band, style: Style, unit: float, points: int) -> No
         axes.plot(costs[at] / unit, values[at], linewidth=0.7, alpha=0.7, **line)
 
 
-def heat(values: Floats, names: Sequence[str], rounds: Sequence[int], label: str, binned: bool) -> str:
-    """Clients (rows, as given) x rounds (columns) as SVG; NaN is grey."""
+def heat(values: Floats, names: Sequence[str], rounds: Sequence[int], label: str, higher: bool, binned: bool) -> str:
+    """Clients (rows, as given) x rounds (columns) as SVG; NaN is grey, what is better lighter."""
     figure = _figure(7.2, 3.4)
     axes = figure.subplots()
     axes.set_facecolor("#dddddd")
     finite = values[np.isfinite(values)]
-    low, high = (0.0, 1.0) if label == "accuracy" else (float(finite.min()), float(np.percentile(finite, 99)))
-    colors = "viridis" if label == "accuracy" else "viridis_r"
+    # A share has its whole scale; of other values the worst hundredth would leave no color to the rest.
+    low, high = (0.0, 1.0) if higher and finite.min() >= 0 and finite.max() <= 1 else _range(finite, higher)
+    colors = "viridis" if higher else "viridis_r"
     edges = (0, values.shape[1], values.shape[0], 0)
     options: dict[str, Any] = {"interpolation": "none", "extent": edges, "vmin": low, "vmax": max(high, low + 1e-12)}
     image = axes.imshow(values, aspect="auto", cmap=colors, **options)
@@ -169,6 +172,11 @@ def heat(values: Floats, names: Sequence[str], rounds: Sequence[int], label: str
     return svg(figure, f"{label} of clients (rows) in rounds (columns)")
 
 
+def _range(values: Floats, higher: bool) -> tuple[float, float]:
+    low, high = np.percentile(values, (1, 100) if higher else (0, 99))
+    return float(low), float(high)
+
+
 def partition(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """The partition picture of class counts (clients, classes) as SVG."""
     counts_ = np.array(counts, np.int64)
@@ -177,12 +185,13 @@ def partition(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
         return svg(figure, f"{len(names)} clients by {counts_.shape[1]} classes: number of training examples of each")
 
 
-def bin_rows(values: Floats, names: Sequence[str], most: int) -> tuple[Floats, list[str], bool]:
+def bin_rows(values: Floats, names: Sequence[str], most: int, higher: bool = True) -> tuple[Floats, list[str], bool]:
     """Rows sorted by their last known value (the worst first, empty ones before), neighbors averaged into `most`.
 
     Shapes (clients, rounds) to (rows, rounds). The flag says whether rows were averaged.
     """
-    last = np.array([row[np.isfinite(row)][-1] if np.isfinite(row).any() else -np.inf for row in values])
+    sign = 1.0 if higher else -1.0
+    last = np.array([sign * row[np.isfinite(row)][-1] if np.isfinite(row).any() else -np.inf for row in values])
     order = np.argsort(last, kind="stable")
     values, names = values[order], [names[place] for place in order]
     if len(values) <= most:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.metrics.target import Target
 from server.report.groups import Group, point
 from server.report.runs import SOURCES
 from server.report.scores import Reach, final
@@ -24,27 +25,32 @@ WHOSE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a report is asked for: target accuracies, `smoothing` (evaluations in the running mean that has to reach a
-    target) and `window` (last evaluations whose mean is the final score)."""
+    """What a report is asked for: `targets`, `smoothing` (evaluations in the running mean that has to reach a target)
+    and `window` (last evaluations whose mean is the final score)."""
 
-    targets: tuple[float, ...] = ()
+    targets: tuple[Target, ...] = ()
     smoothing: int = 1
     window: int = 5
+
+    @classmethod
+    def of(cls, targets: Iterable[object], smoothing: int = 1, window: int = 5) -> Options:
+        """With targets as they are written: numbers, of the headline, or "METRIC=NUMBER"."""
+        return cls(tuple(map(Target.parse, targets)), smoothing, window)
 
 
 def summary(groups: Sequence[Group], options: Options) -> Table:
     """A row a group."""
-    window, named = options.window, accuracy_column(options)
+    window, named = options.window, headline_column(groups, options)
     columns: dict[str, Callable[[Group], Cell]] = {
         "group": _name,
         "seeds": lambda one: Cell(one.count, len(one.used)),
         "rounds": lambda one: _range([run.done for run in one.used]),
-        named: lambda one: _whose(one, _final(one, "accuracy", window)),
-        "last accuracy": lambda one: _whose(one, _final(one, "accuracy", 1)) if window > 1 else Cell(DASH),
-        "best": lambda one: spread(one.best("accuracy")),
+        named: lambda one: _whose(one, _final(one, one.headline, window)),
+        "last": lambda one: _whose(one, _final(one, one.headline, 1)) if window > 1 else Cell(DASH),
+        "best": lambda one: spread(one.best(one.headline)),
         "worst client": lambda one: _final(one, "worst", window),
         "10th percentile": lambda one: _final(one, "p10", window),
-        "loss": lambda one: _final(one, "loss", window),
+        "loss": lambda one: _final(one, "loss", window) if one.headline != "loss" else Cell(DASH),
         "train loss": lambda one: _final(one, "train loss", window),
     }
     for name in own_metrics(groups):
@@ -59,13 +65,15 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
     }
     rows = [[take(one) for take in columns.values()] for one in groups]
     if _comparable(groups):
-        rows = bold_best(rows, list(columns).index(named))
+        rows = bold_best(rows, list(columns).index(named), groups[0].better(groups[0].headline))
     return Table("Summary", list(columns), rows, _summary_notes(groups, options)).without_empty()
 
 
-def accuracy_column(options: Options) -> str:
-    """What the final score is called."""
-    return "accuracy" if options.window == 1 else f"accuracy (last {options.window})"
+def headline_column(groups: Sequence[Group], options: Options) -> str:
+    """What the final score is called: the metric that stands for all groups, or "headline" where they have several."""
+    names = {one.headline for one in groups}
+    name = names.pop() if len(names) == 1 else "headline"
+    return name if options.window == 1 else f"{name} (last {options.window})"
 
 
 def _name(one: Group) -> Cell:
@@ -88,7 +96,7 @@ def _whose(one: Group, cell: Cell) -> Cell:
 
 def _comparable(groups: Sequence[Group]) -> bool:
     """Whether all groups answer the same question: one task, one split, one point of a grid, the same data."""
-    return len({(one.source, question(one)) for one in groups}) == 1
+    return len({(one.source, one.headline, question(one)) for one in groups}) == 1
 
 
 def question(one: Group) -> str:
@@ -100,15 +108,15 @@ def question(one: Group) -> str:
 def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
     last = f"the mean of the last {options.window} evaluations" if options.window > 1 else "the last evaluation"
     notes = [
-        f"Mean ± sample standard deviation over the seeds of a group; a single seed has no deviation. Accuracy, loss, "
-        f"worst client and 10th percentile: {last} of a run (of all, if there are fewer); best: a run's highest "
-        f"accuracy; drift: mean over rounds of the mean pairwise cosine of the uploads; bytes: sent in training, both "
-        f"directions."
+        f"Mean ± sample standard deviation over the seeds of a group; a single seed has no deviation. "
+        f"{_whats(groups)}, worst client and 10th percentile (from the worst): {last} of a run (of all, if there are "
+        f"fewer); best: a run's best evaluation; drift: mean over rounds of the mean pairwise cosine of the uploads; "
+        f"bytes: sent in training, both directions."
     ]
     for source in (*SOURCES, "train"):
         labels = [one.label for one in groups if one.source == source]
         if labels:
-            who = "Accuracy and loss" if len(labels) == len(groups) else f"Accuracy and loss of {some(labels)}"
+            who = "Metrics and loss" if len(labels) == len(groups) else f"Metrics and loss of {some(labels)}"
             whose = "are clients' own models: " if source == "personal" else "are of "
             notes.append(f"{who} {whose}{WHOSE[source]}.")
     if not all(one.complete for one in groups):
@@ -116,6 +124,13 @@ def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
     if any(0 < len(one.used) < len(one.runs) and one.complete for one in groups):
         notes.append('Seeds "k of n": the other runs did not come to their end and are in no number here.')
     return notes
+
+
+def _whats(groups: Sequence[Group]) -> str:
+    names = sorted({one.headline for one in groups} - {"loss"})
+    lower = [name for name in names if not next(one for one in groups if one.headline == name).better(name)]
+    less = f" (less {', '.join(lower)} is better)" if lower else ""
+    return f"{', '.join([*names, 'loss']).capitalize()}{less}"
 
 
 def targets(groups: Sequence[Group], options: Options) -> Table:
@@ -129,7 +144,7 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
                 continue
             cells = [
                 _name(one),
-                Cell(f"{target:g}", target),
+                Cell(str(target), target.value),
                 Cell(f"{rounds.reached} of {rounds.n}", rounds.reached),
                 reach(rounds, "{:.1f}", "rounds"),
                 Cell(f"> {max(rounds.costs):.0f}", BOUND + max(rounds.costs))
@@ -141,12 +156,23 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
             ]
             rows.append(cells)
     smooth = f"the mean of {options.smoothing} evaluations in a row is" if options.smoothing > 1 else "an evaluation is"
-    notes = [
-        f"Until {smooth} at least the target; bytes in both directions. Mean ± sample standard deviation over the "
-        f'seeds, where all reached it. Where some did not, "> x" is a lower bound of the mean: those count with all '
-        f"that they spent; the median counts them as never. Where none did, the rounds that were run."
+    missing = [
+        str(target) for target in options.targets if target.metric and not any(one.has(target.metric) for one in groups)
     ]
-    return Table("To the target accuracy", columns, rows, notes).without_empty()
+    shares = [
+        str(target)
+        for target in options.targets
+        if target.value > 1 and any((target.metric or one.headline) == "accuracy" for one in groups)
+    ]
+    notes = [
+        *(f"Target {target}: an accuracy is at most 1." for target in shares),
+        *(f"Target {target}: no group has that metric in all its runs." for target in missing),
+        f"Until {smooth} at least the target, or at most it where less is better; bytes in both directions. Mean ± "
+        f'sample standard deviation over the seeds, where all reached it. Where some did not, "> x" is a lower bound '
+        f"of the mean: those count with all that they spent; the median counts them as never. Where none did, the "
+        f"rounds that were run.",
+    ]
+    return Table("To the target", columns, rows, notes).without_empty()
 
 
 def reach(found: Reach | None, pattern: str, unit: str = "") -> Cell:
@@ -177,12 +203,13 @@ def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
         for variant in variants:
             cells = [by.get((variant, json.dumps(p, default=str))) for p in points]
             rows.append([Cell(variant), *(Cell(DASH) if one is None else cell(one) for one in cells)])
-        for column in range(1, len(points) + 1) if len({one.source for one in groups}) == 1 else ():
+        for column in range(1, len(points) + 1) if len({(one.source, one.headline) for one in groups}) == 1 else ():
             rows = bold_best(rows, column, largest)
         return Table(f"{title} by variant and point", ["variant", *map(point, points)], rows)
 
-    tables = [table(accuracy_column(options).capitalize(), lambda one: _final(one, "accuracy", options.window), True)]
-    if not any(one.has("accuracy") for one in groups):
+    head, first = headline_column(groups, options).capitalize(), groups[0]
+    tables = [table(head, lambda one: _final(one, one.headline, options.window), first.better(first.headline))]
+    if not any(one.has(one.headline) for one in groups):
         return []
     for target in options.targets:
         for axis, pattern in (("round", "{:.1f}"), ("bytes", "")):
@@ -190,17 +217,17 @@ def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
             unit = "rounds" if axis == "round" else ""
 
             def cell(
-                one: Group, target: float = target, axis: str = axis, pattern: str = pattern, u: str = unit
+                one: Group, target: Target = target, axis: str = axis, pattern: str = pattern, u: str = unit
             ) -> Cell:
                 return reach(one.reach(target, axis, options.smoothing), pattern, u)
 
-            tables.append(table(f"{word} to {target:g}", cell, False))
+            tables.append(table(f"{word} to {target}", cell, False))
     return tables
 
 
 def own_metrics(groups: Sequence[Group]) -> list[str]:
     """Further metrics of the tasks: distances, objectives."""
-    known = {"accuracy", "loss", "train loss", "worst", "p10", "drift"}
+    known = {"loss", "train loss", "worst", "p10", "drift", *(one.headline for one in groups)}
     return sorted({name for one in groups for run in one.used for name in run.metrics} - known)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from common.errors import SettingsError
 from common.settings import tables_of, text_of
 from server.compare.standings import PLAN, TUNED
-from server.report.contents import Options, accuracy_column, question
+from server.report.contents import Options, headline_column, question
 from server.report.groups import Group, point
 from server.report.runs import Run, inner, read_json
 from server.report.scores import Mean, final
@@ -30,7 +30,7 @@ def runs(all_: Sequence[Group], options: Options) -> Table:
         "seed",
         "state",
         "rounds",
-        accuracy_column(options),
+        headline_column(all_, options),
         "best",
         "bytes",
         "seconds",
@@ -40,7 +40,7 @@ def runs(all_: Sequence[Group], options: Options) -> Table:
     rows = []
     for one in all_:
         for run in one.runs:
-            taken = run.metrics.get("accuracy")
+            taken = run.metrics.get(run.headline)
             single = Group("", {}, "", [run])
             rows.append(
                 [
@@ -50,7 +50,7 @@ def runs(all_: Sequence[Group], options: Options) -> Table:
                     text(run.state),
                     Cell(f"{run.done} of {run.planned}" if run.planned else str(run.done), run.done),
                     plain(final(taken.values, options.window) if taken else None),
-                    spread(single.best("accuracy")),
+                    spread(single.best(run.headline)),
                     byte_count(single.total("bytes")),
                     spread(single.total("seconds"), "{:.1f}"),
                     text(run.sha256[:12]),
@@ -167,14 +167,14 @@ def _plan_folder(run: Run) -> Path | None:
 
 def _score(run: Run) -> float | None:
     """The plan's score of a tuning run."""
-    if "accuracy" not in run.metrics:
+    if run.headline not in run.metrics:
         return None
     settings: dict[str, Any] = {}
     if (folder := _plan_folder(run)) is not None:
         with suppress(SettingsError):
             settings = tables_of(text_of(folder / PLAN, "plan file"), PLAN).get("tuning", {})
-    values = run.metrics["accuracy"].values
-    return float(max(values)) if settings.get("score") == "best" else final(values, settings.get("window", 5))
+    values, best = run.metrics[run.headline].values, max if run.better(run.headline) else min
+    return float(best(values)) if settings.get("score") == "best" else final(values, settings.get("window", 5))
 
 
 def fairness(groups: Sequence[Group]) -> list[str]:

@@ -84,7 +84,7 @@ def _keyed(frame: Any, keys: Fields) -> Any:
 
 def _run(group: Group | None, run: Run, options: Options) -> Fields:
     row = _keys(group, run) | {"rounds": run.done, "planned": run.planned, "sha256": run.sha256}
-    row |= {key: run.status.get(key) for key in ("initial", "plan")} | {"source": run.source}
+    row |= {key: run.status.get(key) for key in ("initial", "plan")} | {"source": run.source, "headline": run.headline}
     row |= {axis: float(values[-1]) for axis, values in run.axes.items() if axis != "round"}
     row |= {f"final.{name}": final(series.values, options.window) for name, series in run.metrics.items()}
     row |= {f"dropped.{cause}": count for cause, count in run.dropped.items()}
@@ -98,7 +98,7 @@ def _summary(group: Group, options: Options) -> Fields:
     row |= {"runs": len(group.runs), "n": len(group.used), "complete": group.complete, "window": options.window}
     names = sorted({name for run in group.used for name in run.metrics})
     found = {name: group.final(name, options.window) for name in names}
-    found |= {"best.accuracy": group.best("accuracy"), "mean.drift": group.mean("drift")}
+    found |= {f"best.{group.headline}": group.best(group.headline), "mean.drift": group.mean("drift")}
     found |= {axis: group.total(axis) for axis in ("bytes", "seconds", "clock")}
     for name, mean in found.items():
         if mean is not None:
@@ -106,20 +106,23 @@ def _summary(group: Group, options: Options) -> Fields:
     return row
 
 
-TARGETS = (*KEYS, "target", "smoothing", "reached", "rounds", "bytes", "seconds", "clock", "used")
+TARGETS = (*KEYS, "metric", "target", "smoothing", "reached", "rounds", "bytes", "seconds", "clock", "used")
 
 
 def _targets(groups: Sequence[Group], options: Options) -> Iterator[Fields]:
     for group in groups:
         used = group.used
         for run in group.runs:
-            for target in options.targets if "accuracy" in run.metrics else ():
-                place = reached(run.metrics["accuracy"].values, target, options.smoothing)
-                row = _keys(group, run) | {"target": target, "smoothing": options.smoothing}
+            for target in options.targets:
+                metric = target.metric or run.headline
+                if metric not in run.metrics:
+                    continue
+                place = reached(run.metrics[metric].values, target.value, options.smoothing, run.better(metric))
+                row = _keys(group, run) | {"metric": metric, "target": target.value, "smoothing": options.smoothing}
                 row |= {"reached": place is not None, "used": run in used}
                 for column, axis in (("rounds", "round"), *((a, a) for a in ("bytes", "seconds", "clock"))):
                     known = place is not None and axis in run.axes
-                    row[column] = float(run.axis(axis, "accuracy")[place]) if known else None
+                    row[column] = float(run.axis(axis, metric)[place]) if known else None
                 yield row
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from common.settings import dotted
-from server.rounds.records import Record, headline
+from server.rounds.records import Record, headline, valued
 
 # Imported where used: pandas takes half a second that only frames and exported tables need.
 
@@ -18,10 +18,11 @@ CLIENT_COLUMNS = ("round", "client", "metric", "value")
 def history(records: Iterable[Record]) -> Any:
     """One row a round, index `round`; the columns are flat.
 
-    `accuracy` and `loss` are the round's headline (the server's, else the clients' weighted mean, else of training),
-    NaN where nothing was evaluated; `bytes_down`, `bytes_up`, `drift`, `lr`, `late`, `generation`, `sha256` as
-    recorded; of `sampled`, `accepted`, `dropped` and `void` the number; groups by dots: `central.accuracy`,
-    `clients.accuracy.worst`, `train.loss.mean`, `seconds.total`, `task.distance`. `clients.accuracy.client` names the
+    The headline under its own name (`accuracy` for instance) and `loss` are of the server's test set, else of the
+    clients' models or examples, NaN where nothing was evaluated; `bytes_down`, `bytes_up`, `drift`, `lr`, `late`,
+    `generation`, `sha256` as recorded; of `sampled`, `accepted`, `dropped` and `void` the number; groups by dots:
+    `central.accuracy`, `clients.accuracy.worst`, `train.loss.mean`, `seconds.total`, `task.distance`.
+    `clients.accuracy.client` names the
     worst client.
     """
     import pandas as pd
@@ -44,13 +45,14 @@ def clients(records: Iterable[Record]) -> Any:
 
 def _row(record: Record) -> dict[str, Any]:
     row: dict[str, Any] = {"round": record["round"]}
-    row |= {key: headline(dict(record), key) for key in ("accuracy", "loss")}
+    shown = dict.fromkeys((headline(dict(record)).metric, "loss"))
+    row |= {key: valued(dict(record), key) for key in shown}
     row |= {key: record.get(key) for key in ("bytes_down", "bytes_up", "drift", "lr", "late", "generation")}
     row |= {key: len(record.get(key) or ()) for key in COUNTED}
     row["sha256"] = record.get("sha256")
     for group in GROUPS:
         row |= dict(dotted(record.get(group) or {}, f"{group}."))
-    numbers = ("accuracy", "loss", "drift")
+    numbers = (*shown, "drift")
     return row | {key: float("nan") for key in numbers if row[key] is None}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from common.metrics.directions import higher_by_name
+from common.metrics.target import Target
 from server.report.runs import Run
 from server.report.scores import Band, Mean, Reach, band, final, reached
 
@@ -53,8 +55,17 @@ class Group:
 
     @property
     def source(self) -> str:
-        """Whose data the accuracy is of: "central", "personal", "clients" or "train"."""
+        """Whose data the metrics are of: "central", "personal", "clients" or "train"."""
         return next((run.source for run in self.used), "train")
+
+    @property
+    def headline(self) -> str:
+        """The metric that stands for its runs."""
+        return next((run.headline for run in self.used), "accuracy")
+
+    def better(self, metric: str) -> bool:
+        """Whether more is better."""
+        return next((run.better(metric) for run in self.used), higher_by_name(metric))
 
     def has(self, metric: str) -> bool:
         """Whether all runs in the numbers have the metric."""
@@ -67,9 +78,10 @@ class Group:
         return Mean.of([final(run.metrics[metric].values, window) for run in self.used])
 
     def best(self, metric: str) -> Mean | None:
-        """Mean over the runs of their largest value."""
+        """Mean over the runs of their best value."""
         values = [run.metrics[metric].values for run in self.used] if self.has(metric) else []
-        return Mean.of([float(np.nanmax(v)) if np.isfinite(v).any() else float("nan") for v in values])
+        take = np.nanmax if self.better(metric) else np.nanmin
+        return Mean.of([float(take(v)) if np.isfinite(v).any() else float("nan") for v in values])
 
     def mean(self, metric: str) -> Mean | None:
         """Mean over the runs of the mean over all rounds that have a value."""
@@ -82,13 +94,14 @@ class Group:
             return None
         return Mean.of([float(run.axes[axis][-1]) for run in self.used])
 
-    def reach(self, target: float, axis: str, smoothing: int, metric: str = "accuracy") -> Reach | None:
+    def reach(self, target: Target, axis: str, smoothing: int) -> Reach | None:
         """What the target cost on an axis; None where not every run has the metric and the axis."""
+        metric = target.metric or self.headline
         if not self.has(metric) or any(axis not in run.axes for run in self.used):
             return None
         costs: list[float | None] = []
         for run in self.used:
-            place = reached(run.metrics[metric].values, target, smoothing)
+            place = reached(run.metrics[metric].values, target.value, smoothing, self.better(metric))
             costs.append(None if place is None else float(run.axis(axis, metric)[place]))
         return Reach.of(costs, [float(run.axes[axis][-1]) for run in self.used])
 

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from common.errors import SettingsError
 from common.experiment import Experiment
+from common.metrics.directions import higher_by_name
 from common.settings import dotted, tables_of, text_of
 from server.report.scores import percentile
 from server.rounds.folder import CELL, HISTORY, MODEL, ROLL, SETTINGS, STATUS, read_history
-from server.rounds.records import Record
+from server.rounds.records import Record, headline
 from strategies.registry import settled, written_out
 
 AXES = ("round", "bytes", "seconds", "clock")
 SOURCES = ("central", "personal", "clients")
 """Where an evaluated metric is looked for: one source a run, never two in one curve."""
+
+OF_HEADLINE = ("worst", "p10")
+"""The headline of the worst client, and its 10th percentile from the worst."""
 
 Floats = NDArray[np.float64]
 
@@ -55,8 +59,17 @@ class Run:
     totals: dict[str, float] = field(default_factory=dict)
     sampled: list[int] = field(default_factory=list)
     sha256: str = ""
+    headline: str = "accuracy"
+    """The metric that stands for the run."""
+    higher: dict[str, bool] = field(default_factory=dict)
+    """Metric -> whether more is better, as the run says."""
     model_bytes: int | None = None
     error: str = ""
+
+    def better(self, metric: str) -> bool:
+        """Whether more is better of a metric; `worst` and `p10` are of the headline."""
+        metric = self.headline if metric in OF_HEADLINE else metric
+        return self.higher.get(metric, higher_by_name(metric))
 
     @property
     def done(self) -> int:
@@ -137,13 +150,16 @@ def _take(run: Run, history: list[Record]) -> None:
     columns: dict[str, list[float]] = {"round": [], "bytes": [], "seconds": [], "clock": []}
     values: dict[str, tuple[list[int], list[float]]] = {}
     run.source = next((s for s in SOURCES if any(inner(record, s) for record in history)), "train")
+    run.headline = _headline(run.status, history)
+    known = inner(run.status, "metrics")
+    run.higher = {str(name): bool(value) for name, value in known.items()}
     for place, record in enumerate(history):
         columns["round"].append(record["round"])
         down, up = (spent(record.get(key)) for key in ("bytes_down", "bytes_up"))
         columns["bytes"].append(down + up)
         columns["seconds"].append(number(inner(record, "seconds").get("total")))
         columns["clock"].append(number(record.get("clock")))
-        for name, value in _values(record, run.source):
+        for name, value in _values(record, run):
             at, taken = values.setdefault(name, ([], []))
             at.append(place)
             taken.append(value)
@@ -162,22 +178,28 @@ def _take(run: Run, history: list[Record]) -> None:
     run.metrics = {name: Series(np.array(at), np.array(taken)) for name, (at, taken) in values.items()}
 
 
-def _values(record: Record, source: str) -> Iterator[tuple[str, float]]:
-    """The record's metrics by name: of the evaluation, `worst`, `p10` and `spread` of the clients' accuracies, `drift`,
-    `train loss` and the task's own (the distance to a minimizer)."""
-    group = inner(record, source)
+def _headline(status: dict[str, Any], history: Sequence[Record]) -> str:
+    """What run.json says; before its first evaluation, or of releases that had none, what the records do."""
+    told = status.get("headline")
+    return str(told) if told else next((headline(r).metric for r in reversed(history) if headline(r).of), "accuracy")
+
+
+def _values(record: Record, run: Run) -> Iterator[tuple[str, float]]:
+    """The record's metrics by name: of the evaluation, `worst` and `p10` of the clients' headlines, `drift`, `train
+    loss` and the task's own (the distance to a minimizer)."""
+    group, source = inner(record, run.source), run.source
     for name, value in group.items():
         taken = value if source == "central" else inner(group, name).get("weighted")
         if name != "loss" or source != "train":
             yield str(name), number(taken)
     for where in ("personal", "clients"):
-        accuracy = inner(inner(record, where), "accuracy")
-        if "worst" in accuracy:
-            yield "worst", number(accuracy["worst"])
+        found = inner(inner(record, where), run.headline)
+        if "worst" in found:
+            yield "worst", number(found["worst"])
             break
-    each = [number(value) for value in inner(inner(record, "each"), "accuracy").values()]
+    each = [number(value) for value in inner(inner(record, "each"), run.headline).values()]
     if each:
-        yield "p10", percentile(each, 10)
+        yield "p10", percentile(each, 10, run.better(run.headline))
     if record.get("drift") is not None:
         yield "drift", number(record["drift"])
     train = inner(inner(record, "train"), "loss")

@@ -79,9 +79,11 @@ def running(values: Floats, window: int) -> Floats:
     return smooth
 
 
-def reached(values: Floats, target: float, window: int = 1) -> int | None:
-    """The place of the first evaluation whose running mean is at least `target`; None if there is none."""
-    hits = np.flatnonzero(running(values, window) >= target)
+def reached(values: Floats, target: float, window: int = 1, higher: bool = True) -> int | None:
+    """The place of the first evaluation whose running mean is at least `target`, or where less is better at most; None
+    if there is none."""
+    smooth = running(values, window)
+    hits = np.flatnonzero(smooth >= target if higher else smooth <= target)
     return int(hits[0]) if len(hits) else None
 
 
@@ -90,11 +92,14 @@ def final(values: Floats, window: int) -> float:
     return float(np.mean(values[-window:])) if len(values) else float("nan")
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the sorted values, as numpy's default (which takes ten times as long on a hundred values).
+def percentile(values: Sequence[float], percent: float, higher: bool = True) -> float:
+    """Linear between the sorted values, the worst first, as numpy's default (which takes ten times as long on a hundred
+    values): where less is better the 10th percentile from the worst is what statistics calls the 90th.
 
-    A value that is not finite counts as the lowest: such a client is not left out.
+    A value that is not finite counts as the worst: such a client is not left out.
     """
+    if not higher:
+        return -percentile([-value for value in values], percent)
     ordered = sorted(v if math.isfinite(v) else -math.inf for v in values)
     place = (len(ordered) - 1) * percent / 100
     low, rest = int(place), place - int(place)

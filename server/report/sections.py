@@ -28,7 +28,7 @@ Styles = dict[int, Style]
 def drawn(groups: Sequence[Group], options: Options, styles: Styles) -> dict[str, Any]:
     """All charts of the page, by section, with their legends."""
     points = _points(groups)
-    metrics = ["accuracy", "loss", *own_metrics(groups), "train loss"]
+    metrics = list(dict.fromkeys([*(one.headline for one in groups), "loss", *own_metrics(groups), "train loss"]))
     if any(one.has("loss") for one in groups):
         # The training loss stands in where nothing else was measured.
         metrics.remove("train loss")
@@ -80,8 +80,8 @@ def _curves(
     for name, members in points:
         rows = []
         for metric in metrics:
-            targets = options.targets if metric == "accuracy" else ()
-            svgs = [charts.curves(members, metric, axis, styles, targets) for axis in charts.AXES]
+            lines = [t.value for t in options.targets if metric == (t.metric or members[0].headline)]
+            svgs = [charts.curves(members, metric, axis, styles, lines) for axis in charts.AXES]
             rows.append((metric, list(filter(None, svgs))))
         if shown := [row for row in rows if row[1]]:
             found.append((name, shown))
@@ -117,26 +117,28 @@ def _heat(one: Group) -> tuple[str, str] | None:
     if not one.used:
         return None
     run = one.used[0]
-    label, values, names, rounds = client_values(run)
+    label, higher, values, names, rounds = client_values(run)
     if not values.size or not np.isfinite(values).any():
         return None
-    rows, row_names, binned = charts.bin_rows(values, names, HEAT_ROWS)
+    rows, row_names, binned = charts.bin_rows(values, names, HEAT_ROWS, higher)
     columns, column_rounds = charts.bin_columns(rows, rounds, HEAT_COLUMNS)
     words = f"{one.label}, seed {run.seed}: {label} of {len(names):,} client{'' if len(names) == 1 else 's'}"
     if binned:
         words += f" in {len(row_names)} bins"
-    return charts.heat(columns, row_names, column_rounds, label, binned), words
+    return charts.heat(columns, row_names, column_rounds, label, higher, binned), words
 
 
-def client_values(run: Run) -> tuple[str, Any, list[str], list[int]]:
-    """What a heat map shows of a run: what it is, values (clients, rounds), the clients' names, the rounds.
+def client_values(run: Run) -> tuple[str, bool, Any, list[str], list[int]]:
+    """What a heat map shows of a run: what it is, whether more is better, values (clients, rounds), the clients' names,
+    the rounds.
 
-    Accuracies from the evaluations, else the losses of the clients that trained.
+    Headlines from the evaluations, else the losses of the clients that trained.
     """
-    history = records(run.folder)
-    label, taken = "accuracy", [(r["round"], inner(inner(r, "each"), "accuracy")) for r in history]
+    history, higher = records(run.folder), run.better(run.headline)
+    label, taken = run.headline, [(r["round"], inner(inner(r, "each"), run.headline)) for r in history]
     if not any(found for _, found in taken):
-        label, taken = "training loss", [(record["round"], inner(record, "losses")) for record in history]
+        label, higher = "training loss", False
+        taken = [(record["round"], inner(record, "losses")) for record in history]
     taken = [(round, found) for round, found in taken if found]
     names = sorted({name for _, found in taken for name in found}, key=lambda name: (len(name), name))
     at = {name: place for place, name in enumerate(names)}
@@ -144,7 +146,7 @@ def client_values(run: Run) -> tuple[str, Any, list[str], list[int]]:
     for column, (_, found) in enumerate(taken):
         for name, value in found.items():
             values[at[name], column] = number(value)
-    return label, values, names, [round for round, _ in taken]
+    return label, higher, values, names, [round for round, _ in taken]
 
 
 def class_counts(run: Run) -> tuple[list[str], list[list[int]]]:

@@ -20,18 +20,18 @@ Groups = Mapping[str, Sequence[Member]]
 """Hash of columns -> the clients that have these."""
 
 
-def by_schema(members: Iterable[Member]) -> Groups:
+def by_columns(members: Iterable[Member]) -> Groups:
     """Clients whose sites brought tables of their own, by what these hold."""
     groups: dict[str, list[Member]] = defaultdict(list)
     for member in sorted(members, key=lambda each: each.name):
-        if member.schema:
-            groups[member.schema].append(member)
+        if member.columns_hash:
+            groups[member.columns_hash].append(member)
     return groups
 
 
-def usual_schema(groups: Groups) -> str:
+def usual_columns(groups: Groups) -> str:
     """What most have. Raises SettingsError if there is no such group."""
-    largest = sorted(groups, key=lambda schema: -len(groups[schema]))
+    largest = sorted(groups, key=lambda hash: -len(groups[hash]))
     if len(largest) > 1 and len(groups[largest[0]]) == len(groups[largest[1]]):
         one, other = groups[largest[0]], groups[largest[1]]
         told = _difference(one[0], columns_of(other))

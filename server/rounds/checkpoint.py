@@ -39,7 +39,7 @@ class Checkpoint:
     usual: dict[str, float]
     stands: dict[str, int]
     facts: str = ""
-    schema: str = ""
+    columns_hash: str = ""
 
 
 class Checkpoints:
@@ -74,7 +74,7 @@ class Checkpoints:
             "known": json.dumps(coordinator.known),
             "usual": json.dumps(coordinator.usual),
         } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
-        about |= {key: value for key in ("facts", "schema") if (value := getattr(coordinator, key))}
+        about |= {key: value for key in ("facts", "columns_hash") if (value := getattr(coordinator, key))}
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -190,6 +190,6 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         json.loads(about.get("usual", "{}")),
         json.loads(about.get("stands", "{}")),
         about.get("facts", ""),
-        about.get("schema", ""),
+        about.get("columns_hash", ""),
     )
     return checkpoint, about["identity"]

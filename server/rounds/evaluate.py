@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from common.experiment import Experiment
-from common.model import FlatModel
+from common.errors import RunError, located
+from common.metrics.directions import higher_by_name
 from common.tasks.base import Task
-from common.tasks.base import evaluate as evaluate_model
+from common.tasks.scoring import Measured, finite
 from server.rounds.exchange import Exchange
+from server.rounds.prepare import Prepared
+from server.rounds.records import Value
 from server.rounds.roster import Roster
-from strategies.protocol.acceptance import check_evaluation
+from strategies.base import Upload
+from strategies.protocol.acceptance import measured
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, read_reply
 
-Summary = dict[str, dict[str, float | int | str]]
-Results = Mapping[str, tuple[int, Mapping[str, float]]]
+Summary = dict[str, dict[str, Value]]
+
+NOTED = ("norm.", "seconds.")
+"""How metrics of an upload begin that are no metrics of the model."""
+
+AWAY = frozenset({"offline", "timed out", "late", "lost", "refused"})
+"""Causes that say nothing against the metrics: the client was not there, or its site takes no part."""
+
+
+@dataclass
+class Answers:
+    """What came of asking clients for their metrics, by name: what they measured, and why others did not."""
+
+    asked: list[str] = field(default_factory=list)
+    measured: dict[str, Measured] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
 
 
 class Evaluation:
     """Evaluates the coordinator's model as `[evaluate]` says."""
 
-    def __init__(self, task: Task, model: FlatModel, experiment: Experiment) -> None:
-        self._task = task
-        self._model = model
+    def __init__(self, prepared: Prepared) -> None:
+        experiment, strategy = prepared.experiment, prepared.strategy
+        self._model, self.scoring = prepared.model, prepared.scoring
         self._settings = experiment.evaluate
         self._last = experiment.rounds
         self._deadline = experiment.round.deadline_s
         # Without its personal part there is no global model to evaluate.
-        self._central = None if experiment.personal.parts else task.central()
-        auto = "all" if self._central is None or experiment.personal.active else "none"
+        self._central = None if experiment.personal.parts or strategy.personal else prepared.task.central()
+        auto = "all" if self._central is None or strategy.own_models(experiment) else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
 
     def due(self, round: int) -> bool:
@@ -40,66 +60,112 @@ class Evaluation:
         return round % self._settings.every == 0 or round == self._last
 
     def central(self, coordinator: Coordinator) -> dict[str, float]:
-        """Means over the server's test set; {} without one."""
+        """All metrics on the server's test set; {} without one. Raises RunError if they cannot be computed."""
         if self._central is None:
             return {}
         self._model.load(coordinator.state["model"], coordinator.buffers)
-        return evaluate_model(self._task, self._model.module, self._central, self._settings.batch_size)
+        try:
+            found = self.scoring.measure(self._model.module, self._central, self._settings.batch_size)
+        except Exception as error:
+            raise RunError(f"the model of round {coordinator.round} cannot be evaluated: {located(error)}") from error
+        return self.scoring.values(found)
 
-    def clients(self, coordinator: Coordinator, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Results:
-        """Client -> number of examples and metrics on its own examples; {} if not asked for."""
+    def clients(self, coordinator: Coordinator, roster: Roster, exchange: Exchange, sampled: Iterable[str]) -> Answers:
+        """What clients measured on their own examples; nobody is asked if `[evaluate]` says so.
+
+        Raises RunError if none of them can compute the metrics.
+        """
         if self._clients == "none":
-            return {}
+            return Answers()
         chosen = set(sampled) if self._clients == "sampled" else set(roster.members)
         names = [name for name in roster.evaluators if name in chosen]
         messages = coordinator.evaluation_messages(
             coordinator.round, [roster.members[n] for n in names], self._deadline
         )
         replies = exchange.run(messages, self._deadline)
-        results: dict[str, tuple[int, Mapping[str, float]]] = {}
+        answers = Answers(names)
         for name in names:
             try:
                 if name not in replies:
                     raise Refused("timed out")
                 reply = read_reply(replies[name])
-                check_evaluation(coordinator, roster.members[name], reply)
-                results[name] = (reply.head.examples, reply.metrics)
-            except Refused:
-                continue
-        return results
+                answers.measured[name] = measured(coordinator, roster.members[name], reply, self.scoring.metrics)
+            except Refused as error:
+                answers.dropped[name], answers.causes[name] = str(error), error.kind
+        answers.measured = agreed(answers.measured)
+        if names and not answers.measured and not AWAY & set(answers.causes.values()):
+            raise RunError(
+                f"none of {len(names)} clients can evaluate the model of round {coordinator.round}; the first: "
+                f"{answers.dropped[names[0]]}"
+            )
+        return answers
+
+    def each(self, answers: Answers) -> dict[str, dict[str, float]]:
+        """metric -> client -> value; NaN where a client has no number."""
+        values = {name: self.scoring.values(found) for name, found in sorted(answers.measured.items())}
+        return by_metric(values)
+
+    def summary(self, answers: Answers) -> Summary:
+        """`summarize` of what clients measured; "weighted" of a metric of sums is of all examples together."""
+        examples = {name: found.examples for name, found in answers.measured.items()}
+        pooled = self.scoring.pooled([answers.measured[name] for name in sorted(answers.measured)])
+        return summarize(examples, self.each(answers), self.scoring.higher, pooled)
 
 
-def each(results: Results) -> dict[str, dict[str, float]]:
-    """metric -> client -> value."""
-    keys = sorted({key for _, metrics in results.values() for key in metrics})
-    return {key: {name: m[key] for name, (_, m) in sorted(results.items()) if key in m} for key in keys}
+def agreed(all_: Mapping[str, Measured]) -> dict[str, Measured]:
+    """Without the means that most clients do not tell: one site's word must not name what a run is judged by."""
+    told = Counter(name for each in all_.values() for name in each.means)
+    kept = {name for name, count in told.items() if 2 * count > len(all_)}
+    return {
+        client: replace(each, means={name: value for name, value in each.means.items() if name in kept})
+        for client, each in all_.items()
+    }
 
 
-def summarize(results: Results) -> Summary:
+def by_metric(values: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """metric -> client -> value, from client -> metric -> value."""
+    keys = sorted({key for metrics in values.values() for key in metrics})
+    return {key: {name: metrics[key] for name, metrics in sorted(values.items()) if key in metrics} for key in keys}
+
+
+def summarize(
+    examples: Mapping[str, int],
+    each: Mapping[str, Mapping[str, float]],
+    higher: Callable[[str], bool],
+    pooled: Mapping[str, float],
+) -> Summary:
     """metric -> {"weighted": mean by examples, "mean": plain mean, "worst": value, "client": who, "n": clients}.
 
-    Worst is the largest loss and the smallest of anything else. Clients whose value is not finite count as worst and
-    are left out of the means.
+    `pooled`: what stands for "weighted" where a metric is no mean. Clients whose value is not finite count as worst and
+    are left out of the means; None stands for a number that there is not.
     """
     summary: Summary = {}
-    keys = sorted({key for _, metrics in results.values() for key in metrics if "." not in key})
-    for key in keys:
-        values = {name: (n, m[key]) for name, (n, m) in sorted(results.items()) if key in m}
-        finite = [(n, v) for n, v in values.values() if math.isfinite(v)]
-        if not finite:
-            continue
-        sign = -1.0 if "loss" in key or key == "objective" else 1.0
-        worst = min(values, key=lambda name: sign * values[name][1] if math.isfinite(values[name][1]) else -math.inf)
+    for key, values in each.items():
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        sign = 1.0 if higher(key) else -1.0
+        worst = min(values, key=lambda name: sign * values[name] if name in known else -math.inf)
+        total = sum(examples[name] for name in known)
+        weighted = sum(examples[name] * value for name, value in known.items()) / total if known else math.nan
         summary[key] = {
-            "weighted": sum(n * v for n, v in finite) / sum(n for n, _ in finite),
-            "mean": sum(v for _, v in finite) / len(finite),
-            "worst": values[worst][1],
+            "weighted": finite(pooled.get(key, weighted)),
+            "mean": sum(known.values()) / len(known) if known else None,
+            "worst": finite(values[worst]),
             "client": worst,
-            "n": len(finite),
+            "n": len(known),
         }
     return summary
 
 
-def describe(task: Task, model: torch.Tensor) -> dict[str, float]:
+def of_training(uploads: Sequence[Upload]) -> Summary:
+    """`summarize` of what clients told of their training; norms and times have lines of their own."""
+    values = {
+        upload.name: {key: value for key, value in upload.metrics.items() if not key.startswith(NOTED)}
+        for upload in uploads
+    }
+    examples = {upload.name: upload.examples for upload in uploads}
+    return summarize(examples, by_metric(values), higher_by_name, {})
+
+
+def describe(task: Task, model: torch.Tensor) -> dict[str, Value]:
     """Extra numbers of the task about the global model (for `quadratic` the distance to the minimizer)."""
-    return {key: float(value) for key, value in task.describe(model).items()}
+    return {key: finite(float(value)) for key, value in task.describe(model).items()}

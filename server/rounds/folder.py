@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -153,7 +154,7 @@ class RunFolder:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to the history."""
         with (self.path / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(plain(record), allow_nan=False) + "\n")
 
     def cut_history(self, round: int) -> None:
         """Drop the lines after `round`: those rounds are run again from its checkpoint."""
@@ -190,9 +191,10 @@ class RunFolder:
         From "running" on it keeps `after`, the round from which on this process has written the history, `plan`, the
         hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
         clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
-        `changes` (`server/rounds/changes.py`) and `starts` (`note_start`). `time`: when this was.
+        `changes` (`server/rounds/changes.py`), `starts` (`note_start`), `headline`, the metric that stands for the run,
+        and `metrics`, of each whether more is better. `time`: when this was.
         """
-        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts"}
+        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics"}
         lasting |= {"after"} if status != "starting" else set()
         kept = {key: value for key, value in self.status().items() if key in lasting}
         value = {"status": status, "time": now(), **kept, **more}
@@ -214,6 +216,15 @@ class RunFolder:
             value = json.loads((self.path / STATUS).read_text("utf-8"))
             return value if isinstance(value, dict) else {}
         return {}
+
+
+def plain(value: Any) -> Any:
+    """A record as JSON can hold it: None for numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:

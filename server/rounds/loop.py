@@ -13,10 +13,12 @@ from flwr.serverapp import Grid
 
 from common import vector
 from common.errors import RunError, SettingsError
+from common.tasks.scoring import finite
 from server.rounds.attempt import Attempt, Attempts, timed
 from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
-from server.rounds.evaluate import Evaluation, describe, each, summarize
+from server.rounds.drops import Drops
+from server.rounds.evaluate import Evaluation, describe, of_training
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
 from server.rounds.machines import Machines
@@ -61,11 +63,14 @@ class Rounds:
         self._show = show
         self._stop = stop
         self._strict = strict
-        self._evaluation = Evaluation(prepared.task, prepared.model, prepared.experiment)
+        self._evaluation = Evaluation(prepared)
         self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
         self._heavy: set[str] = set()
+        self._headline = self._evaluation.scoring.headline([]) or "loss"
+        self._told: dict[str, bool] = {}
+        self._drops = Drops(say)
         self._changed: list[Record] = []
         self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
@@ -120,6 +125,8 @@ class Rounds:
                 "plan file changed; start a new run"
             )
         self._folder.cut_history(kept.round)
+        status = self._folder.status()
+        self._headline, self._told = status.get("headline", self._headline), dict(status.get("metrics", {}))
         model = self._model
         coordinator = Coordinator(
             self._strategy,
@@ -133,7 +140,7 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
-        coordinator.stands, coordinator.facts, coordinator.schema = kept.stands, kept.facts, kept.schema
+        coordinator.stands, coordinator.facts, coordinator.columns_hash = kept.stands, kept.facts, kept.columns_hash
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
@@ -220,12 +227,9 @@ class Rounds:
             record["changed"], self._changed = self._changed, []
         with timed(attempt.seconds, "evaluate"):
             if self._evaluation.due(round):
-                record["central"] = self._evaluation.central(coordinator)
-                found = self._evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
-                # A client's own model is another thing than the global one on its data.
-                record["personal" if self._experiment.personal.active else "clients"] = summarize(found)
-                record["each"] = each(found)
-                record["task"] = describe(self._task, coordinator.state["model"])
+                self._evaluate(record, attempts, attempt)
+        record["headline"] = {"metric": self._headline, "higher": self._evaluation.scoring.higher(self._headline)}
+        self._drops.tell("upload", round, attempt.dropped, attempt.causes)
         with timed(attempt.seconds, "checkpoint"):
             self._checkpoints.wait()
         record["time"] = now()
@@ -236,6 +240,27 @@ class Rounds:
         if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
             self._checkpoints.save(coordinator)
         self._show(record)
+
+    def _evaluate(self, record: Record, attempts: Attempts, attempt: Attempt) -> None:
+        """Add what the model of this round is by the metrics, at the server and at clients."""
+        evaluation, coordinator = self._evaluation, attempts.coordinator
+        central = evaluation.central(coordinator)
+        record["central"] = {name: finite(value) for name, value in central.items()}
+        answers = evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
+        # A client's own model is another thing than the global one on its data.
+        of = "personal" if self._strategy.own_models(self._experiment) else "clients"
+        record[of], each = evaluation.summary(answers), evaluation.each(answers)
+        record["each"] = {name: {who: finite(value) for who, value in found.items()} for name, found in each.items()}
+        if answers.asked:
+            record["evaluated"] = {"asked": len(answers.asked), "dropped": answers.dropped, "causes": answers.causes}
+        self._drops.tell("evaluation", attempt.round, answers.dropped, answers.causes)
+        record["task"] = describe(self._task, coordinator.state["model"])
+        names = [*central, *record[of]]
+        self._headline = evaluation.scoring.headline(names) or self._headline
+        known = {name: evaluation.scoring.higher(name) for name in sorted(names)}
+        if known.items() - self._told.items():
+            self._told |= known
+            self._folder.amend_status(headline=self._headline, metrics=self._told)
 
     def _tell(self, record: Record, attempt: Attempt) -> None:
         """The audit log's line of a round: which message of each client came in, by the SHA-256 that it noted too."""
@@ -274,9 +299,9 @@ class Rounds:
 
     def _record(self, coordinator: Coordinator, attempt: Attempt, void: list[Record], late: int) -> Record:
         uploads = attempt.uploads
-        leading = next(iter(self._strategy.expects({})))
-        norms = [upload.metrics[f"norm.{leading}"] for upload in uploads]
-        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms)
+        leading = next(iter(self._strategy.expects({})), None)  # None: nothing leaves the clients
+        norms = [upload.metrics.get(f"norm.{leading}", 0.0) for upload in uploads]
+        drift = vector.mean_pairwise_cosine([upload.vectors[leading] for upload in uploads], norms) if leading else None
         return {
             "round": attempt.round,
             "generation": coordinator.generation,
@@ -292,7 +317,7 @@ class Rounds:
             "examples": {upload.name: upload.examples for upload in uploads},
             "norms": dict(zip((upload.name for upload in uploads), norms, strict=True)),
             "losses": {upload.name: upload.metrics.get("loss") for upload in uploads},
-            "train": summarize({upload.name: (upload.examples, upload.metrics) for upload in uploads}),
+            "train": of_training(uploads),
             "bytes_down": attempt.bytes_down,
             "bytes_up": attempt.bytes_up,
             "drift": drift,

@@ -14,6 +14,7 @@ from common.experiment import Experiment
 from common.model import FlatModel, build, matrix_slots
 from common.settings import name_fault
 from common.tasks.base import Task
+from common.tasks.scoring import Scoring
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
 from strategies.registry import settled
@@ -27,6 +28,7 @@ class Prepared:
     strategy: FederatedStrategy
     task: Task
     model: FlatModel
+    scoring: Scoring
 
 
 def prepare(experiment: Experiment) -> Prepared:
@@ -68,7 +70,7 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     Participation(experiment).check(names)
     if experiment.task.options.get("test_file"):
         task.central()  # a test set that cannot be used shows here, and not where a run begins
-    return Prepared(experiment, strategy, task, model)
+    return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
 
 
 def _check_trackers(experiment: Experiment) -> None:

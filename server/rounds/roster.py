@@ -16,14 +16,14 @@ from common.deploy.keys import fingerprint_or
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
-from server.rounds.agreement import by_schema, columns_of, differing, told_at_home, usual_schema
+from server.rounds.agreement import by_columns, columns_of, differing, told_at_home, usual_columns
 from server.rounds.exchange import Exchange, pause_after
 from server.rounds.records import Event, unheard
 from server.rounds.stopping import Stop, heed
 from server.rounds.waiting import Waiting
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
-from strategies.protocol.messages import DENIED, Refused, Undecided, schema_of
+from strategies.protocol.messages import DENIED, Refused, Undecided, hash_of_columns
 
 POLL_S = 0.05
 SAY_S, MOST_NAMED = 3.0, 10
@@ -52,7 +52,7 @@ class Roster:
         knows them: those of their tables; `census`: what is asked of each before round 1."""
         self._event = event
         self._columns = tuple(columns)
-        coordinator.schema = coordinator.schema or schema_of(coordinator.run, self._columns)
+        coordinator.columns_hash = coordinator.columns_hash or hash_of_columns(coordinator.run, self._columns)
         self._census = census
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
@@ -239,10 +239,10 @@ class Roster:
         From then on whoever joins must have these. Raises SettingsError where nobody can say who is right and, with
         `strict`, for any that differ.
         """
-        coordinator, groups = self._coordinator, by_schema(self.members.values())
-        if coordinator.schema or not groups:
+        coordinator, groups = self._coordinator, by_columns(self.members.values())
+        if coordinator.columns_hash or not groups:
             return True
-        coordinator.schema = right = usual_schema(groups)
+        coordinator.columns_hash = right = usual_columns(groups)
         if len(groups) == 1:
             return True
         reference = columns_of(groups[right])
@@ -307,14 +307,15 @@ class Roster:
         self.members |= {member.name: member for member in members}
         for member in members:
             about = {"examples": member.examples, "versions": member.versions, "arithmetic": member.arithmetic}
+            about |= {"data_schema": member.data_schema} if member.data_schema else {}
             self._event("joined", site=member.name, key=_key(info), node=node, **about)
         self.in_flight[node] = in_flight
         self._nodes[node] = _stamp(info)
 
     def _vet(self, member: Member) -> None:
         """Refuse other columns than the run's, and sums that cannot be."""
-        right = self._coordinator.schema
-        if right and member.schema and member.schema != right:
+        right = self._coordinator.columns_hash
+        if right and member.columns_hash and member.columns_hash != right:
             raise Refused("columns", differing(member, self._columns or None, 0))
         if self._census is None or self._coordinator.facts:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from server.rounds.records import Record, headline, personal, size
+from server.rounds.records import Record, headline, personal, size, train_loss, valued
 
 ROWS = 12
 
@@ -62,43 +63,50 @@ class Display(Shown):
             TimeRemainingColumn(),
         )
         self._task = self._bar.add_task("rounds", total=rounds)
+        self._heads: tuple[str, ...] = ()
         self._live = Live(console=self.console, refresh_per_second=8, get_renderable=self._render)
-        self._plain_header = False
 
     def show(self, record: Record) -> None:
         """One more round."""
-        row = cells(record)
-        self._rows.append(row)
+        before, self._heads = self._heads, columns(record)
+        if before != self._heads:
+            self._rows.clear()
+        self._rows.append(cells(record))
         self._bar.update(self._task, completed=record["round"])
         if not self.console.is_terminal:
-            if not self._plain_header:
-                self.say(" ".join(f"{name:>10}" for name in COLUMNS))
-                self._plain_header = True
-            self.say(line(record))
+            for text in lines(record, before):
+                self.say(text)
 
     def tick(self, status: str) -> None:
         """Nothing to do: the clock on the terminal runs by itself."""
 
     def _render(self) -> Group:
         table = Table(title=self._title, title_justify="left", expand=False)
-        for name in COLUMNS:
+        for name in self._heads:
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
         return Group(table, self._bar)
 
 
-COLUMNS = ("round", "accuracy", "loss", "clients", "down", "up", "seconds")
+def columns(record: Record) -> tuple[str, ...]:
+    """The table's heads: the metric that stands for the run, the loss beside it, and that of training, which is
+    another thing."""
+    metric = headline(record).metric
+    values = (metric,) if metric == "loss" else (metric, "loss")
+    return ("round", *values, "train loss", "clients", "down", "up", "seconds")
 
 
 def cells(record: Record) -> tuple[str, ...]:
-    """A record as the table's cells. Accuracy and loss are the server's, else the clients' weighted means, else the
-    training loss."""
-    accepted, sampled = len(record["accepted"]), len(record["sampled"])
+    """A record as the table's cells. A metric is the server's, else that of the clients' examples; of how many clients
+    it is stands beside it where some are missing."""
+    accepted, sampled, found = len(record["accepted"]), len(record["sampled"]), headline(record)
+    loss = () if found.metric == "loss" else (_number(valued(record, "loss"), "{:.4f}"),)
     return (
         str(record["round"]),
-        _number(headline(record, "accuracy"), "{:.4f}"),
-        _number(headline(record, "loss"), "{:.4f}"),
+        found.text,
+        *loss,
+        _number(train_loss(record), "{:.4f}"),
         f"{accepted}/{sampled}",
         size(record["bytes_down"]),
         size(record["bytes_up"]),
@@ -106,9 +114,12 @@ def cells(record: Record) -> tuple[str, ...]:
     )
 
 
-def line(record: Record) -> str:
-    """A record as a line of plain text."""
-    return " ".join(f"{cell:>10}" for cell in cells(record))
+def lines(record: Record, told: Sequence[str]) -> list[str]:
+    """A record as plain text, with the heads before it unless those are what was `told`: before its first evaluation a
+    task of one's own may not have said what it is judged by."""
+    heads = columns(record)
+    rows = [cells(record)] if tuple(told) == heads else [heads, cells(record)]
+    return [" ".join(f"{cell:>{max(10, len(head))}}" for cell, head in zip(row, heads, strict=True)) for row in rows]
 
 
 def _number(value: float | None, pattern: str) -> str:
@@ -118,16 +129,14 @@ def _number(value: float | None, pattern: str) -> str:
 def summary(history: list[Record], folder: Path, plot: Path | None) -> str:
     """What a finished run prints."""
     last = history[-1]
-    accuracy = headline(last, "accuracy")
+    found = headline(last)
     whose = " of the clients' own models" if personal(last) else ""
-    lines = [
-        f"accuracy {accuracy:.4f}{whose} after round {last['round']}"
-        if accuracy is not None
-        else f"round {last['round']}",
+    told = [
+        f"{found.metric} {found.text}{whose} after round {last['round']}" if found.of else f"round {last['round']}",
         f"sent {size(sum(r['bytes_down'] for r in history))} down, {size(sum(r['bytes_up'] for r in history))} up",
         f"weights sha256 {last['sha256']}",
         f"run folder {folder}",
     ]
     if plot is not None:
-        lines.append(f"plot {plot}")
-    return "\n".join(lines)
+        told.append(f"plot {plot}")
+    return "\n".join(told)

@@ -11,25 +11,30 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, ProcessCollector
 
-from server.rounds.records import Record
+from server.rounds.records import Record, headline
+from server.watch.names import Names
 
 CAUSES = ("offline", "crashed", "timed out", "late", "lost", "memory-lost", "invalid", "refused", "failed", "empty")
 STATES = ("unknown", "starting", "running", "stopping", "stopped", "finished", "failed")
 SUMMARIES = ("weighted", "mean", "worst")
 
-MOST_SITES = 500
-"""Names that get series of their own, the first to be seen; all later ones are "other". A name in a record is on the
-roll: of nodes.toml, where there are keys, else of the first to come."""
+MOST_METRICS = 50
+"""Names of metrics that are served, the first to be seen."""
 
 # What a run says beside its rounds -> kind.
-_NOTES = (("void", r"round \d+ is void: "), ("refused", "refused node "), ("warning", "warning: "))
+_NOTES = (
+    ("void", r"round \d+ is void: "),
+    ("refused", "refused node "),
+    ("warning", "warning: "),
+    ("dropped", r"round \d+: the \w+ of "),
+)
 
 
 class RunMetrics:
     """Feed it each record of the history, each note and each status of a run; `registry` is what is served.
 
-    Labels hold the names of at most `MOST_SITES` clients and nothing else that a client sent. May be called from any
-    thread.
+    Labels hold at most `names.MOST_SITES` names of clients and `MOST_METRICS` of metrics, both cleaned where they were
+    read, and nothing else that a client sent. May be called from any thread.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -37,7 +42,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._round = 0
         self._late = 0
-        self._sites: set[str] = set()
+        self._site = Names().shown
         self._void_tries: dict[int, tuple[int, int]] = {}
         """Round -> how many void tries notes and records told of."""
         ProcessCollector(registry=self.registry)
@@ -80,9 +85,15 @@ class RunMetrics:
         self._site_norm = gauge("site_upload_norm", "L2 norm of a site's last accepted upload.", "site")
         self._drift = gauge("drift", "Mean pairwise cosine of the last round's uploads; NaN for fewer than two.")
         self._lr = gauge("lr", "Local learning rate of the last round.")
-        values = "as last evaluated. data: train, central or clients"
-        self._loss = gauge("loss", f"Loss, {values}.", "data", "summary")
-        self._accuracy = gauge("accuracy", f"Accuracy, {values}.", "data", "summary")
+        self._headline = gauge("headline", "The metric that stands for the run, as last evaluated.", "metric")
+        self._metric = gauge(
+            "metric",
+            "A metric as last evaluated. data: train, central, personal or clients; more beyond 50 are left out.",
+            "metric",
+            "data",
+            "summary",
+        )
+        self._metrics: set[str] = set()
         self._status = Enum("fedkeel_run_status", "What the run is doing.", registry=self.registry, states=list(STATES))
 
     def record(self, record: Record) -> None:
@@ -128,11 +139,6 @@ class RunMetrics:
             if phase != "total":
                 self._seconds.labels(phase).inc(max(0.0, seconds))
 
-    def _site(self, name: str) -> str:
-        if name not in self._sites and len(self._sites) < MOST_SITES:
-            self._sites.add(name)
-        return name if name in self._sites else "other"
-
     def _count_sites(self, record: Record) -> None:
         now = time.time()
         for name in record.get("accepted") or []:
@@ -164,13 +170,22 @@ class RunMetrics:
         self._ended.set(time.time())
         for gauge, value in ((self._drift, record.get("drift")), (self._lr, record.get("lr"))):
             gauge.set(math.nan if value is None else value)
-        for gauge, key in ((self._loss, "loss"), (self._accuracy, "accuracy")):
-            if (value := (record.get("central") or {}).get(key)) is not None:
-                gauge.labels("central", "").set(value)
-            for data in ("train", "clients", "personal"):
-                for summary, value in ((record.get(data) or {}).get(key) or {}).items():
-                    if summary in SUMMARIES:
-                        gauge.labels(data, summary).set(value)
+        if (found := headline(record)).of:
+            self._headline.labels(found.metric).set(math.nan if found.value is None else found.value)
+        for key, value in (record.get("central") or {}).items():
+            self._set(key, "central", "", value)
+        for data in ("train", "clients", "personal"):
+            # What else clients tell of their training is named by them alone.
+            of = (record.get(data) or {}).items()
+            for key, held in of if data != "train" else [item for item in of if item[0] == "loss"]:
+                for summary in SUMMARIES:
+                    self._set(key, data, summary, held.get(summary))
+
+    def _set(self, name: str, data: str, summary: str, value: float | None) -> None:
+        """A metric of the run; names come from clients, too, so that there is a bound."""
+        if name in self._metrics or len(self._metrics) < MOST_METRICS:
+            self._metrics.add(name)
+            self._metric.labels(name, data, summary).set(math.nan if value is None else value)
 
 
 def _causes(part: Record) -> Iterable[str]:

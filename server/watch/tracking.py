@@ -19,7 +19,7 @@ from typing import Any, Self
 from common.experiment import Experiment
 from common.settings import dotted
 from server.rounds.folder import CELL
-from server.rounds.records import Record
+from server.rounds.records import Record, headline
 from server.rounds.stopping import Stopped
 
 TRACKERS = {
@@ -156,11 +156,15 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Tag and value of everything in a record that makes a curve. Nothing of a single client is among them."""
     for group in ("central", "task", "seconds"):
         for key, value in (record.get(group) or {}).items():
-            yield f"{group}/{key}", float(value)
+            if value is not None:
+                yield f"{group}/{key}", float(value)
     for group in ("train", "clients", "personal"):
         for key, summary in (record.get(group) or {}).items():
             for kind in ("weighted", "mean", "worst"):
-                yield f"{group}/{key}/{kind}", float(summary[kind])
+                if summary[kind] is not None:
+                    yield f"{group}/{key}/{kind}", float(summary[kind])
+    if (found := headline(record)).value is not None:
+        yield "headline", found.value
     for key in ("bytes_down", "bytes_up", "lr", "drift", "clock"):
         if record.get(key) is not None:
             yield f"round/{key}", float(record[key])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from common.deploy.logs import json_line
 from common.experiment import Experiment
-from server.rounds.records import Record, headline
+from server.rounds.records import Record, headline, train_loss, valued
 from server.watch.display import Display
 from server.watch.metrics import RunMetrics
 
@@ -18,6 +18,7 @@ from server.watch.metrics import RunMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.registry import Collector
 
 FRESH_S = 60.0
 """A command that has not looked at its run for so long is not well."""
@@ -47,7 +48,9 @@ class JsonLines:
         """One more round."""
         fields = {key: record.get(key) for key in ("round", "generation", "sampled", "accepted", "causes", "sha256")}
         sizes = {key: record.get(key) for key in ("bytes_down", "bytes_up", "seconds", "late")}
-        values = {key: headline(record, key) for key in ("loss", "accuracy")}
+        found = headline(record)
+        values = {"metric": found.metric, "value": found.value, "of": found.of, "evaluated": [found.known, found.asked]}
+        values |= {"loss": valued(record, "loss"), "train_loss": train_loss(record)}
         print(json_line("round", **fields, **sizes, **values), flush=True)
 
     def tick(self, status: str) -> None:
@@ -83,8 +86,10 @@ class Watched:
 
 
 @contextmanager
-def watched(settings: Experiment, metrics: str | None, log_format: str) -> Iterator[Viewer]:
-    """A viewer for one run; with `metrics`, [HOST:]PORT, also an endpoint for Prometheus."""
+def watched(
+    settings: Experiment, metrics: str | None, log_format: str, link: Collector | None = None
+) -> Iterator[Viewer]:
+    """A viewer for one run; with `metrics`, [HOST:]PORT, also an endpoint for Prometheus, `link` with it."""
     with contextlib.ExitStack() as stack:
         lines: Viewer = (
             JsonLines() if log_format == "json" else stack.enter_context(Display(settings.name, settings.rounds))
@@ -96,15 +101,18 @@ def watched(settings: Experiment, metrics: str | None, log_format: str) -> Itera
         counted = RunMetrics()
         counted.status("starting")
         both = Watched(lines, counted)
-        with endpoint(metrics, both.health, counted.registry):
+        with endpoint(metrics, both.health, counted.registry, link):
             yield both
 
 
 @contextmanager
 def endpoint(
-    address: str | None, health: Callable[[], tuple[bool, dict[str, Any]]], registry: CollectorRegistry | None = None
+    address: str | None,
+    health: Callable[[], tuple[bool, dict[str, Any]]],
+    registry: CollectorRegistry | None = None,
+    more: Collector | None = None,
 ) -> Iterator[None]:
-    """/metrics and /health at [HOST:]PORT, or nothing without an address."""
+    """/metrics and /health at [HOST:]PORT, or nothing without an address. `more`: beside the process's own metrics."""
     if address is None:
         yield
         return
@@ -115,6 +123,8 @@ def endpoint(
     if registry is None:
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
+    if more is not None:
+        registry.register(more)
     with Endpoint(address, registry, health):
         yield
 

@@ -12,6 +12,8 @@ from flwr.app import Message
 
 from common import vector
 from common.compression.feedback import Kind
+from common.metrics.metric import Metric
+from common.tasks.scoring import Measured
 from common.vector import State
 from strategies.protocol.coordinator import FEWEST_JUDGED, Coordinator, spoilt
 from strategies.protocol.members import Member
@@ -119,8 +121,8 @@ def accepted_upload(coordinator: Coordinator, round: int, name: str, reply: Repl
     return upload
 
 
-def check_evaluation(coordinator: Coordinator, member: Member, reply: Reply) -> None:
-    """Raise Refused unless a reply holds that client's metrics of the present model."""
+def measured(coordinator: Coordinator, member: Member, reply: Reply, metrics: Mapping[str, Metric]) -> Measured:
+    """What a client measured the present model to be, or Refused with the reason; `metrics`: those made of sums."""
     head = reply.head
     asked = (coordinator.run, member.name, coordinator.round, coordinator.layout)
     told = (head.run, head.client, head.round, head.layout)
@@ -130,6 +132,14 @@ def check_evaluation(coordinator: Coordinator, member: Member, reply: Reply) -> 
         raise _not_ok(head)
     if not 0 < head.examples <= member.evaluation:
         raise Refused("examples", f"{head.examples} not in 1..{member.evaluation}, the roll's number")
+    sizes, sent = {name: metric.size for name, metric in metrics.items()}, reply.sums
+    if {name: len(sums) for name, sums in sent.items()} != sizes:
+        said = ", ".join(f"{name} ({len(sums)})" for name, sums in sorted(sent.items())) or "none"
+        raise Refused("malformed", f"sums of metrics: {said}; asked for {sizes}")
+    if twice := sorted(reply.metrics.keys() & sent.keys()):
+        raise Refused("malformed", f"metric {twice[0]} comes twice")
+    sums = {name: torch.tensor(sent[name], dtype=torch.float64) for name in sizes}
+    return Measured(head.examples, reply.metrics, sums)
 
 
 def _not_ok(head: ReplyHead) -> Refused:

@@ -66,6 +66,10 @@ class Algorithm(ABC):
     """"bound": client memory belongs to server state (trackers, duals), losing it starts a new generation;
     "own": it is the client's own affair and starts empty when lost."""
 
+    personal: ClassVar[bool] = False
+    """Whether each client has a whole model of its own, kept in its memory or made of the server's by `personalize`: it
+    is what a client evaluates, and the server's alone is not."""
+
     def init(self, model: Tensor) -> State:
         """The server state before round 1 for initial weights (d,)."""
         return {"model": model, **server_optimizers.start(self.server, model)}
@@ -90,6 +94,10 @@ class Algorithm(ABC):
     def expects(self, assigned: Mapping[str, float]) -> Mapping[str, Kind]:
         """`payload` of a client that was assigned these scalars."""
         return self.payload
+
+    def personalize(self, work: Work) -> None:
+        """With `personal`, on a client before it evaluates: make the loaded model, the server's, its own. Nothing is
+        kept or sent. Not called where there is no training example, so no memory either."""
 
     def look(self, work: Work) -> Upload:
         """The client's part of a first exchange: what `survey` names, before any training. A function of the work
@@ -130,6 +138,10 @@ class Algorithm(ABC):
             bool(self.lean()) or experiment.compression.down in ("top-k", "random-k", "sign"),
         )
         return "own" if any(own) else "none"
+
+    def own_models(self, experiment: Experiment) -> bool:
+        """Whether clients evaluate models of their own, with all of an experiment's settings."""
+        return self.personal or experiment.personal.active
 
     def settle(self, experiment: Experiment) -> Experiment:
         """The experiment with the settings that the algorithm derives from others written out. A function of its

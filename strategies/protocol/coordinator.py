@@ -46,7 +46,7 @@ class Coordinator:
     may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is
     another number than `known`; `grown` name -> examples before and now, of those that changed and were not told of
     yet; `usual` the largest median norm so far of each vector that clients send; `facts` what the run learned of all
-    clients' data before round 1 (`Task.census`), `schema` the hash of their tables' columns, "" where there are none;
+    clients' data before round 1 (`Task.census`), `columns_hash` that of their tables' columns, "" where there are none;
     `order` that of the last messages; `assigned` what each client was assigned in them, `bounds` the most steps that it
     was asked for (0: any number). Whether a reply is taken is decided in `acceptance.py`.
     """
@@ -70,7 +70,7 @@ class Coordinator:
     round: int = 0
     order: int = 0
     facts: str = ""
-    schema: str = ""
+    columns_hash: str = ""
     assigned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -13,13 +13,14 @@ from flwr.serverapp import Grid
 from common import tasks
 from common.errors import RunError, SettingsError
 from common.model import build
+from common.tasks.scoring import Measured, Scoring
 from common.vector import BUFFERS, State
 from strategies.protocol import wire
-from strategies.protocol.acceptance import check_evaluation, judge
+from strategies.protocol.acceptance import judge, measured
 from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.coordinator import Coordinator, NotFinite
 from strategies.protocol.members import Member, members_of, roll_messages, sample
-from strategies.protocol.messages import Refused, Reply, read_experiment, read_reply
+from strategies.protocol.messages import Refused, read_experiment, read_reply
 from strategies.protocol.work import Upload
 
 MODEL = "model"
@@ -28,8 +29,9 @@ MODEL = "model"
 class FlowerLoop:
     """The coordinator behind one call of `start`."""
 
-    def __init__(self, coordinator: Coordinator, members: Mapping[str, Member]) -> None:
+    def __init__(self, coordinator: Coordinator, members: Mapping[str, Member], scoring: Scoring) -> None:
         self._coordinator = coordinator
+        self._scoring = scoring
         self._members = members
         self._asked: dict[str, Message] = {}
         self._informed: State | None = None
@@ -67,7 +69,7 @@ class FlowerLoop:
         if task.census is not None:
             coordinator.facts = task.census.settle({m.name: m.sums for m in members.values() if m.examples})
         coordinator.admit(members.values())
-        return cls(coordinator, members)
+        return cls(coordinator, members, Scoring(task, model.module, experiment.evaluate))
 
     def open_round(self, round: int, grid: Grid) -> Iterable[Message]:
         """TRAIN messages for the clients of this round, after a first exchange with them if the algorithm has one."""
@@ -140,22 +142,24 @@ class FlowerLoop:
         return list(self._coordinator.evaluation_messages(round, holders, deadline).values())
 
     def close_evaluation(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Means weighted by evaluation examples."""
-        results: dict[str, Reply] = {}
+        """All metrics over the clients' evaluation examples."""
+        results: dict[str, Measured] = {}
         for message in replies:
             try:
                 reply = read_reply(message)
                 if member := self._members.get(reply.head.client):
-                    check_evaluation(self._coordinator, member, reply)
-                    results[member.name] = reply
-            except Refused:
-                continue
-        sums: dict[str, float] = {}
-        total = sum(reply.head.examples for reply in results.values())
-        for _, reply in sorted(results.items()):
-            for key, value in reply.metrics.items():
-                sums[key] = sums.get(key, 0.0) + value * reply.head.examples
-        return MetricRecord({key: value / total for key, value in sums.items()}) if total else None
+                    results[member.name] = measured(self._coordinator, member, reply, self._scoring.metrics)
+            except Refused as error:
+                _dropped(self._coordinator.round, message, error)
+        if not results:
+            return None
+        held = [each for _, each in sorted(results.items())]
+        found: dict[str, int | float | list[int] | list[float]] = {}
+        for key in sorted({key for each in held for key in each.means}):
+            having = [each for each in held if key in each.means]
+            found[key] = sum(each.means[key] * each.examples for each in having) / sum(h.examples for h in having)
+        found.update(self._scoring.pooled(held))
+        return MetricRecord(found)
 
     def _arrays(self) -> ArrayRecord:
         return wire.to_records({MODEL: self._coordinator.state[MODEL], **self._coordinator.buffers})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,12 +48,14 @@ class Member:
     labels: str = ""
     arithmetic: str = ""
     """How it computes, a line; "" of a client from before it was told."""
-    schema: str = ""
+    columns_hash: str = ""
     """Hash of the columns of its site's own table, "" if it brings none."""
     columns: str = ""
     """Their names, a JSON list, where the site lets them out."""
     sums: str = ""
     """What it tells for the task's census."""
+    data_schema: str = ""
+    """A hash of what its data look like; "" where it is not told."""
 
 
 def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int) -> list[str]:
@@ -130,11 +133,12 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         )
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
-    if answer.columns and (names_of(answer.columns) is None or not answer.schema):
+    if answer.columns and (names_of(answer.columns) is None or not answer.columns_hash):
         raise Refused("malformed", f"{who} says that its columns are {answer.columns[:100]!r}")
-    alike = {key: getattr(answer, key) for key in ("device", "versions", "arithmetic", "schema", "columns")}
+    data_schema = answer.data_schema if re.fullmatch("[0-9a-f]*", answer.data_schema) else ""
+    alike = {key: getattr(answer, key) for key in ("device", "versions", "arithmetic", "columns_hash", "columns")}
     return [
-        Member(name, node, examples, evaluation, steps, labels=labels, sums=told, **alike)
+        Member(name, node, examples, evaluation, steps, labels=labels, sums=told, data_schema=data_schema, **alike)
         for name, examples, evaluation, steps, labels, told in zip(*parts, strict=True)
     ], answer.in_flight
 

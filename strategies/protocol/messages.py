@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
-from common.data.moments import MOST_TEXT as MOST_SUMS
+from common.data.moments import MOST_TEXT as MOST_CENSUS
 from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
@@ -20,7 +20,7 @@ from common.vector import State
 from strategies.protocol import wire
 from strategies.protocol.work import Upload
 
-HEAD, STATE, BUFFERS, METRICS = "fedkeel", "state", "buffers", "metrics"
+HEAD, STATE, BUFFERS, METRICS, SUMS = "fedkeel", "state", "buffers", "metrics", "sums"
 
 # Why an error reply came, as one word of the history; any other code is "failed".
 _CAUSES = {
@@ -48,6 +48,9 @@ MOST_CLIENTS = 100_000
 """Entries of a list in a client's answer."""
 MOST_METRICS = 1000
 """Numbers beside the vectors of a reply."""
+
+MOST_SUMS = 1 << 20
+"""Numbers in all sums of a reply's metrics."""
 
 T = TypeVar("T")
 
@@ -186,12 +189,15 @@ class RollReply(Answer):
     state: str = field(default="", metadata=LATER)
     """`WAITING` or `DENIED` beside `error`: the site has not approved the run. Of such an answer `names` alone holds
     anything."""
-    schema: str = field(default="", metadata=LATER)
-    """`schema_of` the columns of the site's own table; "" if it brings none."""
+    columns_hash: str = field(default="", metadata=LATER)
+    """`hash_of_columns` the columns of the site's own table; "" if it brings none."""
     columns: str = field(default="", metadata={**LATER, "most": MOST_COLUMNS})
     """JSON list of their names, where the site's policy lets these out."""
-    sums: list[str] = field(default_factory=list, metadata={"most": MOST_SUMS})
+    sums: list[str] = field(default_factory=list, metadata={"most": MOST_CENSUS})
     """What each client tells for `Task.census`; [] where nothing was asked."""
+    data_schema: str = field(default="", metadata={**LATER, "most": 64})
+    """A short hash of what the node's data look like, as `common.data.schema` makes it; "" where the site does not tell
+    it."""
 
 
 @dataclass(frozen=True)
@@ -223,10 +229,12 @@ class Reply:
     state: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """Of an evaluation: the sums of each metric that is no mean."""
     bytes: int = 0
 
 
-def schema_of(run: str, columns: Sequence[str]) -> str:
+def hash_of_columns(run: str, columns: Sequence[str]) -> str:
     """A hash of columns by name and order, another one in each run; "" of none. Whoever guesses all of them can see
     that the guess is right."""
     return hashlib.sha256(json.dumps([run, *columns]).encode()).hexdigest()[:16] if columns else ""
@@ -310,12 +318,18 @@ def tensors_of(content: RecordDict) -> tuple[State, State]:
 
 
 def reply_content(
-    head: ReplyHead, upload: Upload | None = None, metrics: Mapping[str, float] | None = None
+    head: ReplyHead,
+    upload: Upload | None = None,
+    metrics: Mapping[str, float] | None = None,
+    sums: Mapping[str, list[float]] | None = None,
 ) -> RecordDict:
     """A reply's content."""
     if upload is not None:
         return content_of(head, wire.to_records(upload.vectors), wire.to_records(upload.buffers), metrics or {})
-    return content_of(head, None, None, metrics or {})
+    content = content_of(head, None, None, metrics or {})
+    if sums:
+        content[SUMS] = MetricRecord(dict(sums))
+    return content
 
 
 def scalars(record: MetricRecord | None) -> dict[str, float]:
@@ -331,6 +345,21 @@ def scalars(record: MetricRecord | None) -> dict[str, float]:
             raise Refused("malformed", f"metric {key} is a list")
         values[key] = float(value)
     return values
+
+
+def sums_of(record: MetricRecord | None) -> dict[str, list[float]]:
+    """The sums of metrics in a record. Raises Refused for what is no list of numbers, for too many, and for a name that
+    is long or could not be shown."""
+    found: dict[str, list[float]] = {}
+    for key, value in (record or {}).items():
+        if key != cleaned(key, MOST_WORD):
+            raise Refused("malformed", f"a metric is called {key[:40]!r}: allowed are {MOST_WORD} printable letters")
+        if not isinstance(value, list):
+            raise Refused("malformed", f"the sums of metric {key} are no list")
+        found[key] = [float(each) for each in value]
+    if (count := sum(map(len, found.values()))) > MOST_SUMS:
+        raise Refused("malformed", f"{count} sums of metrics; allowed: {MOST_SUMS}")
+    return found
 
 
 def head_of(message: Message) -> ConfigRecord | None:
@@ -376,7 +405,7 @@ def read_reply(message: Message) -> Reply:
     except wire.WireError as error:
         raise Refused("malformed", str(error)) from None
     metrics = scalars(content.metric_records.get(METRICS))
-    return Reply(head, state, buffers, metrics, wire.size(content))
+    return Reply(head, state, buffers, metrics, sums_of(content.metric_records.get(SUMS)), wire.size(content))
 
 
 def upload_seed(seed: int, name: str, round: int, group: str) -> int:

@@ -64,7 +64,8 @@ def from_records(record: ArrayRecord) -> State:
 def size(content: RecordDict) -> int:
     """Bytes of payload in a message: arrays, and metrics and settings with their names; without Flower's framing."""
     arrays = sum(len(array.data) for record in content.array_records.values() for array in record.values())
-    metrics = sum(len(key) + 8 for record in content.metric_records.values() for key in record)
+    numbers = (item for record in content.metric_records.values() for item in record.items())
+    metrics = sum(len(key) + 8 * (len(value) if isinstance(value, list) else 1) for key, value in numbers)
     settings = (item for record in content.config_records.values() for item in record.items())
     return arrays + metrics + sum(len(key) + len(str(value)) for key, value in settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -103,7 +104,9 @@ class Work(Protocol):
         part: Part = "all",
         extra: Callable[[Tensor, Any], Tensor] | None = None,
         reference: Tensor | None = None,
+        reference_buffers: State | None = None,
         after: Callable[[], None] | None = None,
+        repeat: int = 1,
     ) -> Iterator[Tensor]:
         """Run the local steps, yielding each raw gradient (d,) before the optimizer sees it; change it in place.
 
@@ -115,7 +118,10 @@ class Work(Protocol):
         extra: called with the input of the model's output layer (b, r) and the batch; its value joins the loss.
         reference: a model (d,); `reference_gradient` is the gradient there, on the same batch and dropout masks, with
           `clip="before"` clipped too.
+        reference_buffers: that model's own buffers, which its passes read and move; without them it reads this model's
+          and moves none.
         after: called after each step.
+        repeat: how many steps are taken on each batch, one after the other; `steps_taken` counts batches.
         """
 
     def clip(self) -> None:
@@ -123,6 +129,18 @@ class Work(Protocol):
 
     def delta(self) -> Tensor:
         """w_local - w_received, a new vector (d,); it points downhill."""
+
+    def gradient_at(self, point: Tensor, *, fresh: bool = False) -> Tensor:
+        """The mean gradient (d,) at another model (d,) on the batch in hand, that of the present step; with `fresh`
+        another one is taken in hand first, from an order of its own. In a vector that the next call writes anew.
+        Nothing else changes: not the model, nor its buffers, nor the gradient that was yielded."""
+
+    def beside(self, vector: Tensor, buffers: State) -> AbstractContextManager[None]:
+        """Inside, `vector` and `buffers` of the work are another model's, a copy of these (d,), and `steps` trains it.
+        Afterwards they are as they were before."""
+
+    def optimizer(self, vector: Tensor, gradient: Tensor) -> Callable[[], None]:
+        """The local optimizer, new, on another model (d,) and its gradient (d,), both live: each call is a step."""
 
     def full_gradient(self) -> Tensor:
         """The mean gradient over all training examples at the current local model, a new vector (d,)."""

@@ -7,13 +7,26 @@ import torch
 from torch import nn
 
 from client.training.work import epoch_batches, local_steps
+from strategies.registry import REGISTRY
 from tests.support.helpers import ALGORITHMS, copies
 from tests.support.tiny import Tiny, settings, simulate, trained
 
 COUNTER, STATISTICS = "buffers.int64", "buffers.float32"
 
-TWICE = {"fedsam", "mime"}
+TWICE = {"fedsam", "mime", "apfl", "perfedavg", "fedspeed"}
 """Algorithms with two passes a step, the second at another point."""
+
+FRESH = [2, 3] * 15
+"""What FedALA learns its mixture from, once it has a model of its own: ten times ceil(0.8 * 3) batches."""
+OTHER = {
+    "ditto": ([2, 3, 2, 3], [2, 3, 2, 3]),  # the shared model, then the client's own
+    "pfedme": ([2] * 5 + [3] * 5,) * 2,
+    "fedala": ([2, 3], [*FRESH, 2, 3]),
+    "fedsmb": ([2], [2]),
+}
+"""Algorithm -> the batches of a client's first and second round."""
+COUNTED = {"local-only": 0, "pfedme": 10, "fedsmb": 1}
+"""Algorithm -> how many batches the shared BatchNorm layers count in a round; else two."""
 
 
 @pytest.mark.parametrize("strategy", ALGORITHMS)
@@ -27,16 +40,19 @@ def test_batch_norm_with_a_last_batch_of_one(strategy: str) -> None:
     assert kinds == {COUNTER: (torch.int64, (1,)), STATISTICS: (torch.float32, (16,))}
     for round in (1, 2):
         uploads = simulation.step()
-        assert [upload.steps for upload in uploads] == [2, 2]
+        passes = REGISTRY[strategy].cls.passes
+        assert [upload.steps for upload in uploads] == [1 if strategy == "fedsmb" else 2 * passes] * 2
         buffers = simulation.coordinator.buffers
         assert {name: (value.dtype, value.shape) for name, value in buffers.items()} == kinds
-        assert buffers[COUNTER].tolist() == [(before + 2) * round]
-        assert not torch.equal(buffers[STATISTICS], torch.cat([torch.zeros(8), torch.ones(8)]))
+        counted = COUNTED.get(strategy, 2)
+        assert buffers[COUNTER].tolist() == [(before + counted) * round]
+        assert torch.equal(buffers[STATISTICS], torch.cat([torch.zeros(8), torch.ones(8)])) == (not counted)
     assert torch.equal(simulation.model.module[0].weight, frozen)
     assert simulation.model.whole.numel() == 8 + 8 + 8 * 3 + 3
     passes = 2 if strategy in TWICE else 1
     epochs = [2, 3] * (before // 2) + [2] * passes + [3] * passes
-    assert [len(batch) for batch in simulation.task.batches] == epochs * 4
+    first, second = OTHER.get(strategy, (epochs, epochs))
+    assert [len(batch) for batch in simulation.task.batches] == first * 2 + second * 2
 
 
 def test_a_client_of_one_example_trains_on_running_statistics() -> None:

@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.deploy import endpoint
-from common.deploy.endpoint import Endpoint, parse
+from common.deploy.endpoint import Endpoint
+from common.deploy.serving import parse
 from common.errors import SettingsError
 from common.flower import ROOT
 
@@ -142,7 +143,7 @@ def test_nothing_is_logged_of_requests(port: int, capfd: pytest.CaptureFixture[s
     ],
 )
 def test_addresses(address: str, expected: tuple[str, int]) -> None:
-    assert parse(address) == expected
+    assert parse(address, "--metrics") == expected
 
 
 NO_ADDRESSES = ["", ":", ":9464", "host", "host:", "host:x", "host:-1", "65536", "99999999", "::1:9464", "[::1]"]

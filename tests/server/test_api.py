@@ -233,12 +233,12 @@ PLAIN = {key: RECORD[key] for key in RECORD if key not in ("central", "clients",
 
 
 def test_a_history_as_a_frame() -> None:
-    """Flat columns, numbers of names, NaN where nothing was evaluated (accuracy) or nothing compared (drift)."""
+    """Flat columns, numbers of names, NaN where nothing was evaluated (accuracy, and the loss, which is not that of
+    training) or nothing compared (drift)."""
     frame = frames.history([RECORD, PLAIN])
     first, second = frame.loc[1], frame.loc[2]
     wanted = {
         "accuracy": 0.75,
-        "loss": 0.5,
         "sampled": 2,
         "accepted": 1,
         "dropped": 1,
@@ -251,6 +251,7 @@ def test_a_history_as_a_frame() -> None:
     }
     assert {key: first[key] for key in wanted} == wanted
     assert math.isnan(second["accuracy"])
+    assert math.isnan(first["loss"])
     assert math.isnan(second["clients.accuracy.worst"])
     assert frame["drift"].isna().all()
     assert (frame["bytes_up"].sum(), frame["accuracy"].dtype) == (20, "float64")

@@ -376,4 +376,4 @@ def test_no_option_takes_what_is_no_number(side: str, path: list[str], option: s
 
 def test_options_of_numbers_are_found() -> None:
     """The walk sees them all."""
-    assert {"--grace", "--max-wait", "--target", "--gpus"} <= {option for _, _, option in numbers()}
+    assert {"--grace", "--max-wait", "--far", "--gpus"} <= {option for _, _, option in numbers()}

@@ -19,7 +19,8 @@ from client.node.metrics import ClientMetrics
 from common.experiment import Experiment
 from common.flower import ROOT
 from server.engines.grid import grid
-from server.watch.metrics import CAUSES, MOST_SITES, RunMetrics
+from server.watch.metrics import CAUSES, RunMetrics
+from server.watch.names import MOST_SITES
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
@@ -71,9 +72,9 @@ def test_a_record_is_counted_and_measured() -> None:
     assert got['fedkeel_round_clients{state="sampled"}'] == 3
     assert got['fedkeel_round_clients{state="accepted"}'] == 2
     assert math.isnan(got["fedkeel_drift"])
-    assert got['fedkeel_loss{data="train",summary="worst"}'] == 3
-    assert got['fedkeel_loss{data="central",summary=""}'] == 0.5
-    assert got['fedkeel_accuracy{data="central",summary=""}'] == 0.75
+    assert got['fedkeel_metric{data="train",metric="loss",summary="worst"}'] == 3
+    assert got['fedkeel_metric{data="central",metric="loss",summary=""}'] == 0.5
+    assert got['fedkeel_metric{data="central",metric="accuracy",summary=""}'] == 0.75
     assert abs(got["fedkeel_last_round_timestamp_seconds"] - time.time()) < 5
     assert got["process_resident_memory_bytes"] > 0
 
@@ -204,9 +205,9 @@ def test_records_of_a_real_run_are_understood(tmp_path: Path) -> None:
     assert got["fedkeel_rounds_total"] == 2
     assert got["fedkeel_uploads_accepted_total"] == 6
     assert got['fedkeel_bytes_total{direction="up"}'] == sum(line["bytes_up"] for line in history)
-    assert got['fedkeel_accuracy{data="central",summary=""}'] == history[-1]["central"]["accuracy"]
+    assert got['fedkeel_metric{data="central",metric="accuracy",summary=""}'] == history[-1]["central"]["accuracy"]
     for data in ("train", "clients"):
-        assert got[f'fedkeel_loss{{data="{data}",summary="mean"}}'] == history[-1][data]["loss"]["mean"]
+        assert got[f'fedkeel_metric{{data="{data}",metric="loss",summary="mean"}}'] == history[-1][data]["loss"]["mean"]
 
 
 def answered(told: ClientMetrics, name: str = "a", kind: str = "train", status: str = "ok", **more: Any) -> None:
@@ -232,7 +233,7 @@ def test_messages_of_a_client_are_counted_and_measured() -> None:
     assert got['fedkeel_client_phase_seconds_total{kind="train",name="a",phase="work"}'] == 4
     assert got['fedkeel_client_bytes_total{direction="down",name="a"}'] == 300
     assert got['fedkeel_client_bytes_total{direction="up",name="a"}'] == 150
-    assert got['fedkeel_client_loss{kind="train",name="a"}'] == 0.5
+    assert got['fedkeel_client_metric{kind="train",metric="loss",name="a"}'] == 0.5
     assert got['fedkeel_client_examples{kind="train",name="a"}'] == 32
     assert abs(got['fedkeel_client_last_message_timestamp_seconds{name="a"}'] - time.time()) < 5
     assert got["process_cpu_seconds_total"] > 0

@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from client.node.metrics import ClientMetrics
 from common.flower import ROOT
-from server.watch.metrics import MOST_SITES, RunMetrics
+from server.watch.metrics import RunMetrics
+from server.watch.names import MOST_SITES
+from tests.server.test_link_metrics import a_run, a_site, asking
 
 FOLDER = ROOT / "docker" / "watch"
 RECORD: dict[str, Any] = {
@@ -47,13 +49,24 @@ def served() -> dict[str, set[str]]:
     run, site = RunMetrics(), ClientMetrics(names=["a"])
     run.record(RECORD)
     site.answered("a", "train", "ok", {"work": 1.0}, 1, 1, {"loss": 1.0})
-    return samples(run.registry) | samples(site.registry) | {"up": {"job", "instance"}}
+    link = CollectorRegistry()
+    link.register(asking([a_site("a")], [a_run("q", "waiting"), a_run("r", "running", rounds=9, round_at=1.0)]))
+    return samples(run.registry) | samples(site.registry) | samples(link) | {"up": {"job", "instance"}}
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FOLDER / "alerts.yml").read_text("utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries() -> list[str]:
+    """What the dashboard asks."""
+    panels = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
 def expressions() -> list[str]:
-    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
-    panels = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))["panels"]
-    return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+    return [rule["expr"] for rule in alerts()] + queries()
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -70,14 +83,14 @@ def test_what_is_asked_for_is_served(expression: str) -> None:
 
 
 def test_every_rule_says_what_it_means() -> None:
-    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
+    rules = alerts()
     assert len({rule["alert"] for rule in rules}) == len(rules)
     assert all(rule["annotations"]["summary"].endswith(".") for rule in rules)
 
 
 def test_prometheus_takes_the_rules() -> None:
     if not shutil.which("promtool"):
-        pytest.skip("no promtool here")
+        pytest.skip("no promtool here (apt-get install prometheus)")
     subprocess.run(["promtool", "check", "rules", str(FOLDER / "alerts.yml")], check=True, timeout=30)
 
 

@@ -655,7 +655,7 @@ def test_the_saved_model_loads_and_holds_the_initial_personal_part(done: Ran) ->
 def test_display_metrics_report_and_events_show_personal_numbers(done: Ran, tmp_path: Path) -> None:
     """As the run's headline, under their own name."""
     last = done.history[-1]
-    assert headline(last, "accuracy") == last["personal"]["accuracy"]["weighted"]
+    assert headline(last).value == last["personal"]["accuracy"]["weighted"]
     assert cells(last)[1] == f"{last['personal']['accuracy']['weighted']:.4f}"
     Display("title", 4).show(last)
     tags = dict(scalars(last))
@@ -664,7 +664,9 @@ def test_display_metrics_report_and_events_show_personal_numbers(done: Ran, tmp_
     metrics = RunMetrics()
     metrics.record(last)
     for kind in ("weighted", "mean", "worst"):
-        found = metrics.registry.get_sample_value("fedkeel_accuracy", {"data": "personal", "summary": kind})
+        found = metrics.registry.get_sample_value(
+            "fedkeel_metric", {"metric": "accuracy", "data": "personal", "summary": kind}
+        )
         assert found == last["personal"]["accuracy"][kind]
     table = report.write([done.folder.path], [0.0], tmp_path / "report.html", window=1)
     assert f"| {last['personal']['accuracy']['weighted']:.4f} own |" in table

@@ -58,12 +58,12 @@ def adding(value: float) -> Any:
 def test_no_reply_tells_of_more_steps_than_there_were(name: str, tmp_path: Path) -> None:
     """None, a negative number, one too many, numbers without bound: refused with the reason, in every algorithm, and
     the run goes on."""
-    passes = REGISTRY[name].cls.passes
-    false = [steps * passes if steps == 3 else steps for steps in FALSE]
+    planned = REGISTRY[name].local.get("steps", 2) * REGISTRY[name].cls.passes
+    false = [planned + 1 if steps == 3 else steps for steps in FALSE]
     result = ran(tmp_path, six(name, 1 + len(false)), FaultyGrid(each_round(*(head(steps=s) for s in false))))
-    assert result.history[0]["steps"][LIAR] == 2 * passes
+    assert result.history[0]["steps"][LIAR] == planned
     for line, steps in zip(result.history[1:], false, strict=True):
-        assert line["dropped"] == {LIAR: f"steps: {steps} local steps, asked for {2 * passes} at most"}
+        assert line["dropped"] == {LIAR: f"steps: {steps} local steps, asked for {planned} at most"}
 
 
 @pytest.mark.parametrize("name", DIVIDING)

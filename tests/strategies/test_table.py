@@ -65,10 +65,12 @@ LINEAR = {
 
 REFUSED = FIXED | LINEAR
 SERVER_RATES = {"fedams": 0.03, "fedadam": 0.03, "fedyogi": 0.03, "fedcams": 0.03}
-LOCAL_RATES = {"hafedho": 0.1, "fedcm": 0.5, "scaffoldm": 0.5, "mime": 0.5, "mimelite": 0.5}
+LOCAL_RATES = {"hafedho": 0.1, "fedcm": 0.5, "scaffoldm": 0.5, "mime": 0.5, "mimelite": 0.5, "fedsmb": 0.5}
 STEADY = {"mime": 0.1, "mimelite": 0.1}
 """Adaptive servers and damped momentum take small first steps: larger rates show in eight rounds that they learn, where
 the model allows them."""
+SLOW = {"fedsmb": 30}
+"""Rounds of those that take one step a round."""
 
 
 class Case(NamedTuple):
@@ -95,7 +97,7 @@ def suited(case: Case, **tables: Any) -> Experiment:
     values: dict[str, Any] = {
         "name": f"table-{case.id}",
         "seed": 3,
-        "rounds": ROUNDS,
+        "rounds": SLOW.get(case.algorithm, ROUNDS),
         "partition": {"kind": "dirichlet", "alpha": 1.0, "clients": CLIENTS},
         "strategy": {"name": case.algorithm},
         "local": {"batch_size": 32, **OPTIMIZERS[case.optimizer]},
@@ -110,7 +112,7 @@ def suited(case: Case, **tables: Any) -> Experiment:
         values["server"] = {"lr": SERVER_RATES[case.algorithm]}
     if case.algorithm == "fedcams":
         values["compression"] = {"ratio": 0.25}  # a small model in few rounds
-    if case.algorithm in LOCAL_RATES:
+    if case.algorithm in LOCAL_RATES and case.optimizer != "adam":
         rates = LOCAL_RATES | (STEADY if case.model == "cnn" else {})
         values["local"]["lr"] = rates[case.algorithm]
     return Experiment.model_validate(values | {"task": task})

@@ -20,7 +20,7 @@ from tests.support.faults import FaultyGrid, fail, lies, put, ran, toy
 from tests.support.helpers import Simulation, experiment, problem
 from tests.support.today import cells
 
-ADDED_UP = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant"}
+ADDED_UP = {"scaffold", "scaffoldm", "padamfed", "fednovavr", "feddyn", "fagc", "fant", "fedsplit"}
 """Algorithms that send an "increment"."""
 
 LOSSY = ("top-k", "random-k", "sign", "int8", "bfloat16", "float16")

@@ -41,7 +41,7 @@ def test_a_task_needs_the_word_of_each_site(tmp_path: Path) -> None:
     notes, log = "\n".join(map(str, folder.notes())), (tmp_path / "2.log").read_text("utf-8")
     assert folder.status()["status"] == "finished", notes
     assert [line["accepted"] for line in folder.history()] == [["3"], ["3"]]
-    said = f"task-denied: task.name = {OWN_TASK!r} is none of this project's tasks"
+    said = f"task-denied: task.name = {OWN_TASK!r} is none of this project's"
     assert said in log
     assert said in notes
     assert notes.split("(event ")[1][:6] in log

@@ -208,7 +208,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no seeds": ({"seeds": []}, "plan: seeds = []: List should have at least 1 item"),
     "seeds twice": ({"seeds": [1, 1]}, "plan: seeds = [1, 1]: seeds are different numbers, 0 or above"),
     "seed below 0": ({"seeds": [-1]}, "plan: seeds = [-1]: seeds are different numbers"),
-    "target": ({"targets": [60]}, "plan: targets = [60]: accuracies are above 0 and at most 1"),
+    "target": (
+        {"targets": ["mae"]},
+        "plan: targets = ['mae']: 'mae' is no target; allowed: a number, of the headline, ",
+    ),
     "no variants": ({"variants": []}, "plan: variants = []: List should have at least 1 item"),
     "variant without name": ({"variants": [{"rounds": 3}]}, "plan: variants.0.name = {'rounds': 3}: Field required"),
     "variant twice": (

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from server.__main__ import cli
+from server.commands.runs import _marked
 from server.deploy import users as book
 from server.deploy.control import RunStatus
 from server.deploy.gate import Gate, Owners, needed, user_of
@@ -351,6 +352,8 @@ def test_show_and_sites(world: World, tmp_path: Path) -> None:
     assert [line["round"] for line in shown["rounds_done"]] == [1, 2]
     assert (shown["round"], "[task]" in shown["settings"]) == (2, True)
     roll = json.loads((path / "roll.json").read_text())
+    roll = [{**roll[0], "node": roll[0]["node"] + 10 * i, "data_schema": "baa"[i]} for i in range(3)]
+    (path / "roll.json").write_text(json.dumps(roll))
     about = {"last_deactivated_at": "yesterday", "online_until": 0.0}
     world.nodes = [
         SimpleNamespace(node_id=roll[0]["node"], name="", status="online", **about),
@@ -358,6 +361,9 @@ def test_show_and_sites(world: World, tmp_path: Path) -> None:
     ]
     here, away = world.books.sites()
     assert (here["status"], here["seen"], here["versions"]) == ("online", "now", roll[0]["versions"])
+    assert (here["schema"], here["schema_differs"], away["schema_differs"]) == ("b", True, False)
+    assert _marked(here)["schema"] == "b differs"
+    assert _marked(away)["schema"] == ""
     assert (away["name"], away["seen"], away["refused"]) == ("site-5", "yesterday", "no such layout")
 
 

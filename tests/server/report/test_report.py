@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import SettingsError
+from common.metrics.target import Target
 from server import report
 from server.__main__ import cli
 from server.report import charts, contents, details, page
@@ -157,10 +158,10 @@ def test_rounds_and_bytes_to_target_on_a_written_history(tmp_path: Path) -> None
     write_run(tmp_path / "a", [None, 0.3, None, 0.5, None, 0.7], seed=0)
     write_run(tmp_path / "b", [None, 0.1, None, 0.4, None, 0.6], seed=1)
     (one,) = groups_of(tmp_path / "a", tmp_path / "b")
-    rounds, sent = (one.reach(0.5, axis, 1) for axis in ("round", "bytes"))
+    rounds, sent = (one.reach(Target(0.5), axis, 1) for axis in ("round", "bytes"))
     assert rounds == Reach(2, (4.0, 6.0), 5.0)
     assert sent == Reach(2, (600.0, 900.0), 750.0)
-    table = contents.targets([one], Options((0.5, 0.65, 0.9)))
+    table = contents.targets([one], Options.of((0.5, 0.65, 0.9)))
     assert rows_of(table) == [
         {
             "group": "fedavg: written",
@@ -195,7 +196,7 @@ def test_rounds_and_bytes_to_target_on_a_written_history(tmp_path: Path) -> None
 def test_smoothing_asks_for_a_running_mean(tmp_path: Path) -> None:
     """A lucky evaluation reaches a target, the mean of two in a row later."""
     write_run(tmp_path / "a", [0.2, 0.9, 0.4, 0.8, 0.9])
-    table = contents.targets(groups_of(tmp_path), Options((0.8,), smoothing=2))
+    table = contents.targets(groups_of(tmp_path), Options.of((0.8,), smoothing=2))
     assert rows_of(table)[0]["rounds"] == "5.0"
     assert "the mean of 2 evaluations in a row" in table.notes[0]
 
@@ -204,7 +205,7 @@ def test_simulated_time_is_an_axis_where_the_history_has_it(tmp_path: Path) -> N
     """`clock` is of a round: summed."""
     write_run(tmp_path / "a", [record(r, 0.3 * r, clock=5.0) for r in (1, 2, 3)])
     (one,) = groups_of(tmp_path / "a")
-    assert one.reach(0.6, "clock", 1) == Reach(1, (10.0,), 10.0)
+    assert one.reach(Target(0.6), "clock", 1) == Reach(1, (10.0,), 10.0)
     assert rows_of(contents.summary([one], Options()))[0]["simulated s"] == "15.0"
 
 
@@ -268,7 +269,7 @@ def test_cells_are_grouped_by_variant_and_point(tmp_path: Path) -> None:
         ("SCAFFOLD (alpha = 0.1)", "lr = 0.05", "0.5000", "chosen"),
         ("SCAFFOLD (alpha = 0.1)", "lr = 0.1", "0.4000", "–"),
     ]
-    first, *others = contents.pivots(found, Options((0.6,), window=1))
+    first, *others = contents.pivots(found, Options.of((0.6,), window=1))
     assert first.columns == ["variant", "alpha = 0.1", "alpha = 1"]
     assert rows_of(first)[1] == {
         "variant": "SCAFFOLD",
@@ -406,7 +407,7 @@ def test_odd_histories_make_a_page(tmp_path: Path) -> None:
     assert len(frame) == 3 + 2 + 2 + 3 + 1
     summary = rows_of(contents.summary(groups_of(tmp_path / "quadratic"), Options()))
     assert (summary[0]["distance_uniform"], summary[0]["distance_data"]) == ("0.5", "0.25")
-    assert contents.targets(groups_of(tmp_path / "training"), Options((0.5,))).rows == []
+    assert contents.targets(groups_of(tmp_path / "training"), Options.of((0.5,))).rows == []
 
 
 def test_class_counts_of_the_roll(tmp_path: Path) -> None:
@@ -423,9 +424,9 @@ def test_heat_map_values_are_accuracies_else_training_losses(tmp_path: Path) -> 
     write_run(tmp_path / "a", [record(1, 0.5, each={"accuracy": {"10": 0.1, "9": 0.2}}), record(2, 0.5)])
     write_run(tmp_path / "b", [record(1, 0.5, losses={"1": 2.0}), record(2, 0.5, losses={"0": None, "1": 1.0})])
     first, second = (client_values(run) for run in find([tmp_path / "a", tmp_path / "b"]))
-    assert (first[0], first[1].tolist(), first[2], first[3]) == ("accuracy", [[0.2], [0.1]], ["9", "10"], [1])
-    assert (second[0], second[2], second[3]) == ("training loss", ["0", "1"], [1, 2])
-    np.testing.assert_array_equal(second[1], [[NAN, NAN], [2.0, 1.0]])
+    assert (*first[:2], first[2].tolist(), *first[3:]) == ("accuracy", True, [[0.2], [0.1]], ["9", "10"], [1])
+    assert (*second[:2], *second[3:]) == ("training loss", False, ["0", "1"], [1, 2])
+    np.testing.assert_array_equal(second[2], [[NAN, NAN], [2.0, 1.0]])
 
 
 # --- the page and the files
@@ -518,7 +519,7 @@ def test_many_groups_are_drawn_grey_but_for_the_best(tmp_path: Path) -> None:
     style = charts.styles(found, 1)
     colored = {one.label for one in found if style[one.number].colored}
     assert colored == {f"fedavg: n{number}" for number in range(4, 20)}
-    made = page(found, find([tmp_path]), Options((0.5,)))
+    made = page(found, find([tmp_path]), Options.of((0.5,)))
     assert "4 other groups" in made
     assert len(made) < 1_500_000
 

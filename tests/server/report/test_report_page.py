@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,23 +13,14 @@ from typer.testing import CliRunner
 
 from server import report
 from server.__main__ import cli
+from tests.support.browser import browser as browser  # the fixture
 from tests.support.written_runs import record, write_cell
 
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 SECTIONS = [
     "summary", "unfinished", "targets", "curves", "clients", "drift", "communication", "partition", "tuning",
     "settings", "runs",
 ]  # fmt: skip
 HOSTILE = "<script>document.title = 'gone'</script>"
-
-
-def find_browser() -> str | None:
-    """The path of Chromium or Chrome: FEDKEEL_CHROMIUM, else what the system has."""
-    named = os.environ.get("FEDKEEL_CHROMIUM")
-    return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @dataclass
@@ -41,19 +30,6 @@ class Seen:
     page: Any
     said: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One headless browser for all."""
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium: install it, or name one in FEDKEEL_CHROMIUM")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -83,8 +83,8 @@ def test_the_scale_is_that_of_the_training_parts(tmp_path: Path) -> None:
         assert facts["mean"][name] == pytest.approx(float(exact.mean()), rel=1e-12)
         assert facts["deviation"][name] == pytest.approx(float(exact.std()), rel=1e-12)
     roll = json.loads((tmp_path / "run" / "roll.json").read_text())
-    assert len({site["schema"] for site in roll}) == 1
-    assert roll[0]["schema"]
+    assert len({site["columns_hash"] for site in roll}) == 1
+    assert roll[0]["columns_hash"]
     assert "sums" not in roll[0]
 
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_and_a_late_site_have_the_same_scale(tmp_path: Path) -> No
     held = read(newest)
     assert held is not None
     assert json.loads(held[0].facts) == json.loads(before)
-    assert held[0].schema
+    assert held[0].columns_hash
 
 
 def test_a_number_is_predicted_from_numbers_and_categories(tmp_path: Path) -> None:
