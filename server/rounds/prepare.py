@@ -40,7 +40,7 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     """Create task and initial model of a settled experiment, and check all parts against each other. Raises
     SettingsError."""
     _check_trackers(experiment)
-    task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+    task = strategy.arrange(tasks.create(experiment.task, experiment.partition, experiment.seed), experiment)
     names, settings = task.names(), experiment.round
     _check_names(task, names)
     clients = len(names)
@@ -71,6 +71,16 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     if experiment.task.options.get("test_file"):
         task.central()  # a test set that cannot be used shows here, and not where a run begins
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
+
+
+def deployable(prepared: Prepared) -> Prepared:
+    """The same where sites can run it. Raises SettingsError."""
+    if prepared.strategy.simulated:
+        raise SettingsError(
+            f"strategy.name = {prepared.experiment.strategy.name!r} needs all clients' data in one place, and sites "
+            "keep theirs; allowed: simulate, compare and local"
+        )
+    return prepared
 
 
 def _check_trackers(experiment: Experiment) -> None:
