@@ -58,8 +58,7 @@ def differences(folder: RunFolder, experiment: Experiment) -> str:
     told = [
         f"{key} was {shown(before.get(key))} and is {shown(now.get(key))}"
         for key in keys
-        if key not in (*CHANGEABLE, "rounds")
-        and key.split(".")[0] not in free
+        if key not in (*CHANGEABLE, "rounds") and key.split(".")[0] not in free
     ]
     more = f" and {len(told) - 5} more" if len(told) > 5 else ""
     return f". What differs: {', '.join(told[:5])}{more}" if told else ""
