@@ -145,8 +145,8 @@ class Checkpoints:
             if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change, and "
-                    f"deadline, quorum and the like (docs/operate.md){differing}"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate], [stop] and [checkpoint] may change, "
+                    f"and deadline, quorum and the like (docs/operate.md){differing}"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:

@@ -192,7 +192,8 @@ class RunFolder:
         hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
         clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
         `changes` (`server/rounds/changes.py`), `starts` (`note_start`), `headline`, the metric that stands for the run,
-        and `metrics`, of each whether more is better. `time`: when this was.
+        and `metrics`, of each whether more is better. "finished" has `ended` (round, why) where that was before the
+        last round. `time`: when this was.
         """
         lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics"}
         lasting |= {"after"} if status != "starting" else set()
