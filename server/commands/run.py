@@ -188,7 +188,7 @@ def run(
     with errors(log_format), stop_on_signals(grace) as stop:
         from server.deploy import federation
         from server.deploy.superlink import LinkOptions
-        from server.rounds.prepare import prepare
+        from server.rounds.prepare import deployable, prepare
         from server.watch.viewers import watched
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
@@ -199,7 +199,7 @@ def run(
         watchers: list[Watcher] = [sites.follow] if sites else []
         who = {"users": users, "certificates": certs, "insecure": insecure}
         with page_at(page, settings.name, **who) as shown:
-            prepare(settings)
+            deployable(prepare(settings))
             with watched(settings, metrics, log_format, sites) as display:
                 watchers += [shown.show_run(folder, settings, display.say)] if shown else []
                 if control is None:

@@ -15,6 +15,7 @@ from common.model import FlatModel, build, matrix_slots
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
+from server.rounds.ending import target_of
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
 from strategies.registry import settled
@@ -40,7 +41,7 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     """Create task and initial model of a settled experiment, and check all parts against each other. Raises
     SettingsError."""
     _check_trackers(experiment)
-    task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+    task = strategy.arrange(tasks.create(experiment.task, experiment.partition, experiment.seed), experiment)
     names, settings = task.names(), experiment.round
     _check_names(task, names)
     clients = len(names)
@@ -68,7 +69,20 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Participation(experiment).check(names)
+    if experiment.task.options.get("test_file"):
+        task.central()  # a test set that cannot be used shows here, and not where a run begins
+    target_of(experiment.stop)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
+
+
+def deployable(prepared: Prepared) -> Prepared:
+    """The same where sites can run it. Raises SettingsError."""
+    if prepared.strategy.simulated:
+        raise SettingsError(
+            f"strategy.name = {prepared.experiment.strategy.name!r} needs all clients' data in one place, and sites "
+            "keep theirs; allowed: simulate, compare and local"
+        )
+    return prepared
 
 
 def _check_trackers(experiment: Experiment) -> None:
