@@ -20,7 +20,7 @@ from common.vector import State
 from server.rounds.provenance import STARTS_KEPT, now, origin, stamped, unstamped
 from server.rounds.stopping import StopFile
 
-HISTORY, NOTES, ROLL, SETTINGS, MODEL, BEST, EARLIER, STATUS, CHECKPOINTS, CELL = (
+HISTORY, NOTES, ROLL, SETTINGS, MODEL, BEST, EARLIER, STATUS, CHECKPOINTS, CELL, FACTS = (
     "history.jsonl",
     "notes.log",
     "roll.json",
@@ -31,6 +31,7 @@ HISTORY, NOTES, ROLL, SETTINGS, MODEL, BEST, EARLIER, STATUS, CHECKPOINTS, CELL 
     "run.json",
     "checkpoints",
     "cell.json",
+    "columns.json",
 )
 
 
@@ -171,6 +172,16 @@ class RunFolder:
         """The final model as named tensors that load into the plain torch model."""
         write_atomically(self.path / MODEL, save(tensors))
         return self.path / MODEL
+
+    def save_facts(self, facts: str) -> None:
+        """Mean and deviation by column, as the run learned them before round 1: whoever uses the model needs them."""
+        write_atomically(self.path / FACTS, json.dumps(json.loads(facts), indent=1).encode())
+
+    def facts(self) -> str:
+        """What `save_facts` wrote; "" if nothing was."""
+        with suppress(FileNotFoundError):
+            return json.dumps(json.loads((self.path / FACTS).read_text("utf-8")))
+        return ""
 
     def save_roll(self, members: list[dict[str, Any]]) -> None:
         """Who was on the roll before round 1, with numbers of examples, class counts (if shared) and versions."""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from operator import itemgetter
+from typing import Any
 
 from flwr.serverapp import Grid
 
@@ -30,7 +31,13 @@ from server.rounds.records import Event, Record, unheard
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
+from strategies.protocol.members import Member
 from strategies.registry import cautions, identities, written_out
+
+
+def about_member(member: Member) -> dict[str, Any]:
+    """What the roll's file says of a client: not its sums, which are but parts of columns.json."""
+    return {key: value for key, value in asdict(member).items() if key != "sums"}
 
 
 class Rounds:
@@ -153,7 +160,7 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
-        coordinator.stands = kept.stands
+        coordinator.stands, coordinator.facts, coordinator.columns_hash = kept.stands, kept.facts, kept.columns_hash
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
@@ -166,12 +173,27 @@ class Rounds:
         settings = self._experiment.round
         named = self._task.names()
         plan = self._task.plan_hash()
-        roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, not named, self._event)
+        census = self._task.census
+        roster = Roster(
+            self._grid,
+            self._experiment,
+            coordinator,
+            plan,
+            self._say,
+            self._stop,
+            not named,
+            self._event,
+            self._task.columns(),
+            census,
+        )
         roster.undecided.show = lambda names: self._folder.amend_status(waiting=names)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
-        if not resume:
-            roster.doubt()
+        agreed = False
+        while not agreed:
+            roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
+            if not resume:
+                roster.doubt()
+            agreed = roster.agree(self._strict)
         trainers = roster.trainers
         if not trainers:
             raise SettingsError("no client on the roll holds a training example")
@@ -179,7 +201,12 @@ class Rounds:
             raise SettingsError(
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
-        self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        if census is not None:
+            if not coordinator.facts:
+                coordinator.facts = roster.settle()
+            census.adopt(coordinator.facts)
+            self._folder.save_facts(coordinator.facts)
+        self._folder.save_roll([about_member(member) for _, member in sorted(roster.members.items())])
         self._machines = Machines(self._folder, self._say, resume)
         self._machines.heed(roster.members)
         if idle := sorted(roster.members.keys() - set(trainers)):

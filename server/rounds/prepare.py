@@ -69,6 +69,8 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Participation(experiment).check(names)
+    if experiment.task.options.get("test_file"):
+        task.central()  # a test set that cannot be used shows here, and not where a run begins
     target_of(experiment.stop)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
 
