@@ -27,7 +27,8 @@ class Best:
 
     def __init__(self, folder: RunFolder, records: Iterable[Record] = ()) -> None:
         self._folder, self._path, self._earlier = folder, folder.path / BEST, folder.path / EARLIER
-        self._metric, self._value, self._round = "", None, 0
+        self._metric, self._round = "", 0
+        self._value: float | None = None
         for record in records:
             self._is_better(record)
         self._restore()
