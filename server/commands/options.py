@@ -149,7 +149,7 @@ def asks_superlink(command: Callable[..., None]) -> Callable[..., None]:
     signature = [inspect.Parameter(name, only, default=each[1], annotation=each[0]) for name, each in given.items()]
     asking.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     asking.__annotations__ = {name: kind for name, (kind, _) in given.items()}
-    del asking.__wrapped__  # type: ignore[attr-defined]
+    del asking.__wrapped__
     return asking
 
 
