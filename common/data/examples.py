@@ -34,7 +34,8 @@ class Examples:
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work.
+    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work; `columns`:
+    of a site's own table, which column each number of an input is, () if that was no table.
 
     Raises SettingsError for steps that are no whole number from 1.
     """
@@ -42,6 +43,7 @@ class ClientData:
     train: Examples
     evaluate: Examples
     steps: int | None = None
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from common.data.examples import ClientData, Examples, pick
 from common.errors import SiteError
 from common.experiment import PartitionSettings
+from common.metrics.ready import Kind
 from common.models.images import output_layer
 from common.partition.assignment import Assignment, split_holdout
 from common.partition.make import make_assignment
@@ -28,7 +29,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Classification(Task):
     """Classes of a pooled data set that a plan splits over clients: cross entropy and accuracy."""
 
-    metric_kind = "classes"
+    metric_kind: Kind = "classes"
     headline = "accuracy"
 
     def __init__(self, partition: PartitionSettings, seed: int, dtype: str) -> None:

@@ -15,6 +15,7 @@ from common.model import FlatModel, build, matrix_slots
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
+from server.rounds.ending import target_of
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
 from strategies.registry import settled
@@ -68,6 +69,9 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Participation(experiment).check(names)
+    if experiment.task.options.get("test_file"):
+        task.central()  # a test set that cannot be used shows here, and not where a run begins
+    target_of(experiment.stop)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
 
 
