@@ -21,6 +21,9 @@ TASKS = {
     "femnist": "common.tasks.images:femnist",
     "emnist": "common.tasks.images:emnist",
     "mnist": "common.tasks.images:mnist",
+    "regression": "common.tasks.targets:Regression",
+    "multilabel": "common.tasks.targets:Multilabel",
+    "segmentation": "common.tasks.segmentation:Segmentation",
     "shakespeare": "common.tasks.shakespeare:Shakespeare",
     "text": "common.tasks.text:Text",
     "agnews": "common.tasks.text:AgNews",
@@ -61,4 +64,9 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
         raise SettingsError(f"{what} with {settings.options} failed: {cause(error)}") from error
     if not isinstance(task, Task):
         raise SettingsError(f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}")
+    if partition.shift != "none" and not task.shifts:
+        raise SettingsError(
+            f"partition.shift = {partition.shift!r}: {type(task).__name__} shifts no data; allowed: 'none', or a task "
+            "made of common.tasks.supervised.Supervised"
+        )
     return task
