@@ -8,6 +8,7 @@ from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
 from common.own import cause, load
 from common.tasks.base import Task
+from common.tasks.parts import fitted, taken
 
 # name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
 TASKS = {
@@ -44,9 +45,10 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     in a function of one's own; Denied, before it is imported, for one that the site has not allowed.
     """
     if settings.name in TASKS:
-        task = resolve_name(TASKS[settings.name])(settings.options, partition, seed)
+        options, parts = taken(settings.options)
+        task = resolve_name(TASKS[settings.name])(options, partition, seed)
         assert isinstance(task, Task)
-        return task
+        return fitted(task, parts)
     if ":" not in settings.name:
         raise not_one_of("task.name", settings.name, [*TASKS, "package.module:function"])
     return _custom(settings, partition, seed)

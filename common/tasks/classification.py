@@ -48,6 +48,8 @@ class Classification(Supervised):
 
     def judge(self, outputs: Any, targets: Any) -> Mapping[str, float | Tensor]:
         """Cross entropy (nats) and right answers."""
+        if "error" in vars(self):  # of the experiment's own
+            return {**super().judge(outputs, targets), "accuracy": (outputs.argmax(1) == targets).sum()}
         loss = functional.cross_entropy(outputs, targets, reduction="sum")
         return {"loss": loss.detach(), "accuracy": (outputs.argmax(1) == targets).sum()}
 
