@@ -86,6 +86,7 @@ class Session:
         if held is None or not same:
             strategy = _strategy_of(experiment)
             task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+            task = strategy.arrange(task, experiment)
             model = build(task, experiment.seed, target, experiment.personal.parts, strategy.check_model)
             held = _sessions[target] = cls(
                 text,

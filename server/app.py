@@ -70,7 +70,8 @@ def main(grid: Grid, context: Context) -> None:
 
     # Flower's own handler would leave the round in hand unfinished.
     submitted = json.loads(str(config.get("submitted", "")) or "{}")
-    event = audited(AuditLog(audit_of(folder), "server app"), folder.path.name)
+    book = AuditLog(str(config.get("audit", "")) or audit_of(folder), "server app")
+    event = audited(book, folder.path.name)
     began(event, experiment, resume, submitted=submitted)
     try:
         with StopOnSignal() as stop:

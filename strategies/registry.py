@@ -17,6 +17,7 @@ from common.own import load
 from common.settings import Section, checked, shown
 from strategies.apfl import APFL
 from strategies.base import FederatedStrategy
+from strategies.centralized import Centralized
 from strategies.ditto import Ditto
 from strategies.fagc import FAGC, FANT
 from strategies.fedala import FedALA
@@ -115,6 +116,7 @@ REGISTRY: dict[str, Entry] = {
     "fedper": Entry(FedAvg, "arXiv 1912.00818", personal={"parts": ["head"]}),
     "fedrep": Entry(FedAvg, "arXiv 2102.07078", personal={"parts": ["head"], "head_steps": 10}, options=UNIFORM),
     "pfedafm": Entry(PFedAFM, "arXiv 2404.17847", personal={"parts": PRIVATE}),
+    "centralized": Entry(Centralized, "-"),
     "local-only": Entry(LocalOnly, "-"),
     "ditto": Entry(Ditto, "arXiv 2012.04221"),
     "pfedme": Entry(PFedMe, "arXiv 2006.08848"),

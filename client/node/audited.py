@@ -72,8 +72,12 @@ def default_path(memory: str) -> Path:
     return Path(memory) / NAME
 
 
+NO_KEY = "none: joined without --key"
+"""In place of a fingerprint: the key that Flower makes for such a process proves nothing and is a new one each time."""
+
+
 def _key(access: Access) -> str:
-    return fingerprint(public_of(load_private(Path(access.key)))) if access.key else ""
+    return fingerprint(public_of(load_private(Path(access.key)))) if access.key else NO_KEY
 
 
 def _hash_of(path: str) -> str:

@@ -102,14 +102,10 @@ class AuditLog:
             log.error("audit log %s: %s (%s) could not be written: %s", self.path, what, outcome, error)
 
     def last(self, what: str) -> dict[str, Any] | None:
-        """The latest line of that kind, None if there is none; reads back through the log."""
+        """The latest line of that kind, None if there is none; reads back from the end, a piece at a time."""
         wanted = b'"what":' + json.dumps(what).encode()
         for path in reversed([*put_aside(self.path), self.path]):
-            try:
-                lines = path.read_bytes().split(b"\n")
-            except FileNotFoundError:
-                continue
-            for line in reversed(lines):
+            for line in _lines_back(path):
                 if wanted in line and (record := parsed(line)) and record.get("what") == what:
                     return record
         return None
@@ -229,6 +225,27 @@ def _read_end(descriptor: int, size: int) -> _End:
         if end.head is not None or start == 0:
             return end
         window *= 8
+
+
+def _lines_back(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first; none of a file that is not there."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        end, pieces = file.seek(0, os.SEEK_END), list[bytes]()  # of the line whose begin is not reached, the last first
+        while end:
+            start = max(0, end - _TAIL)
+            file.seek(start)
+            head, *lines = file.read(end - start).split(b"\n")
+            if lines:
+                yield b"".join([lines.pop(), *reversed(pieces)])
+                yield from reversed(lines)
+                pieces = []
+            pieces.append(head)
+            end = start
+        yield b"".join(reversed(pieces))
 
 
 def _plain(value: Any, depth: int = 4) -> Any:

@@ -101,8 +101,13 @@ class Quadratic(Task):
         return ClientData(examples, examples, int(self.arrays["steps"][int(name)]))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """F_i(w), whatever the batch's size."""
-        row, w = int(batch[0][0]), model()
+        """F_i(w), whatever the batch's size; of examples of several clients the mean over them."""
+        rows, w = batch[0], model()
+        if bool((rows != rows[0]).any()):
+            apart = self.curvatures.to(w.device)[rows] * (w - self.centers.to(w.device)[rows]) ** 2
+            mean: Tensor = apart.sum() / (2 * len(rows))
+            return mean
+        row = int(rows[0])
         curvature, center = self.curvatures[row].to(w.device), self.centers[row].to(w.device)
         loss: Tensor = (curvature * (w - center) ** 2).sum() / 2
         return loss

@@ -98,10 +98,10 @@ def _typed(host: str) -> list[str]:
 
 def _experiment(path: Path, state: Path | None, size: list[int]) -> Iterator[Check]:
     from common.experiment import Experiment
-    from server.rounds.prepare import prepare
+    from server.rounds.prepare import deployable, prepare
 
     settings = Experiment.load(path)
-    prepared = prepare(settings)
+    prepared = deployable(prepare(settings))
     kept = prepared.strategy.init(prepared.model.vector.clone())
     size.append(sum(value.nbytes for value in [*kept.values(), *prepared.model.buffers.values()]))
     clients = len(prepared.task.names())

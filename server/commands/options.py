@@ -61,6 +61,12 @@ UsersFile = Annotated[
     Path | None,
     typer.Option("--users", dir_okay=False, help="The control port is for these; see `python -m server users`."),
 ]
+AuditFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--audit", dir_okay=False, help="The audit log. Default: audit.jsonl in --state, of a run in its folder."
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="Who you are for a SuperLink with --users. Default: FEDKEEL_TOKEN."),

@@ -16,6 +16,7 @@ from common.deploy.logs import LogFormat
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
+    AuditFile,
     Certs,
     Clients,
     Cohort,
@@ -172,6 +173,7 @@ def run(
     nodes: NodesFile = None,
     state: State = None,
     users: UsersFile = None,
+    audit: AuditFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     page: Page = None,
@@ -186,18 +188,18 @@ def run(
     with errors(log_format), stop_on_signals(grace) as stop:
         from server.deploy import federation
         from server.deploy.superlink import LinkOptions
-        from server.rounds.prepare import prepare
+        from server.rounds.prepare import deployable, prepare
         from server.watch.viewers import watched
 
         settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
         resume = resume or (resume_or_start and folder.holds_run())
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users, audit)
         control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
         sites = _link_metrics(metrics, nodes) if control is None else None
         watchers: list[Watcher] = [sites.follow] if sites else []
         who = {"users": users, "certificates": certs, "insecure": insecure}
         with page_at(page, settings.name, **who) as shown:
-            prepare(settings)
+            deployable(prepare(settings))
             with watched(settings, metrics, log_format, sites) as display:
                 watchers += [shown.show_run(folder, settings, display.say)] if shown else []
                 if control is None:
@@ -207,7 +209,7 @@ def run(
                 else:
                     for watcher in watchers:
                         watcher(control.look)
-                    federation.attach(settings, folder, display, resume=resume, control=control, stop=stop)
+                    federation.attach(settings, folder, display, resume=resume, control=control, stop=stop, audit=audit)
         _conclude(folder, display)
 
 
@@ -221,6 +223,7 @@ def superlink(
     nodes: NodesFile = None,
     state: State = None,
     users: UsersFile = None,
+    audit: AuditFile = None,
     grace: Grace = GRACE_S,
     metrics: Metrics = None,
     page: Page = None,
@@ -234,7 +237,7 @@ def superlink(
         from server.deploy.superlink import LinkOptions
         from server.watch.viewers import endpoint, say
 
-        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users)
+        options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users, audit)
         seen, told = _link_metrics(metrics, nodes), say(log_format)
         watchers: list[Watcher] = [seen.follow] if seen else []
         with (

@@ -145,14 +145,14 @@ def runs_queue(
     """
     with errors():
         from common.errors import SettingsError
-        from server.rounds.prepare import prepare
+        from server.rounds.prepare import deployable, prepare
 
         if run_dir and len(experiments) > 1:
             raise SettingsError(f"--run-dir {str(run_dir)!r} is of one run, and {len(experiments)} were given")
         texts = []
         for path in experiments:  # all or none
             settings = _experiment(path)
-            prepare(settings)
+            deployable(prepare(settings))
             texts.append(settings.toml())
         control = _control(superlink, ca, insecure, token_file)
         for text in texts:

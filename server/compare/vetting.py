@@ -52,7 +52,7 @@ def _kind(strategy: FederatedStrategy, experiment: Experiment) -> str:
     """What `assemble` looks at beside the seed and what `settled` has checked: cells that differ elsewhere have no
     other faults. Of an algorithm it is what it asks of a model."""
     other = {"name", "seed", "strategy", "local", "server", "compression", "evaluate", *FREE}
-    asked = type(strategy).check_model.__qualname__
+    asked = f"{type(strategy).check_model.__qualname__} {type(strategy).arrange.__qualname__}"
     local = experiment.local
     muon = local.optimizer == "muon" and not local.nesterov
     return f"{experiment.model_dump(exclude=other)} {local.steps} {muon} {asked}"

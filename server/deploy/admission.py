@@ -12,29 +12,36 @@ from common.deploy import keys
 from common.errors import RunError, SettingsError
 from server.deploy import nodes, waiting
 from server.deploy.control import Control, Node
+from server.rounds.records import Event, unheard
 
 log = logging.getLogger("server.deploy.admission")
 
 LOOK_S = 1.0
 
 
-def reconcile(control: Control, wanted: Mapping[bytes, str], say: Callable[[str], None]) -> None:
-    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, others added."""
+def reconcile(
+    control: Control, wanted: Mapping[bytes, str], say: Callable[[str], None], event: Event = unheard
+) -> None:
+    """Make the SuperLink know exactly the wanted keys (PEM -> site): others are removed first, others added. `event`
+    is told what an audit log holds."""
     known = {node.public_key: node for node in control.nodes()}
     for pem, node in known.items():
         if wanted.get(pem) != node.name:
             control.unregister(node)
             print_ = keys.fingerprint_or(pem, "a key that cannot be read")
             say(f"site {node.name or node.node_id} was removed: its key is refused from now on ({print_})")
+            event("site removed", site=node.name or str(node.node_id), key=print_)
     for pem, name in wanted.items():
         if pem in known and known[pem].name == name:
             continue
         try:
             control.register(Node(0, name, pem))
             say(f"site {name} may join with key {keys.fingerprint(pem)}")
+            event("site registered", site=name, key=keys.fingerprint(pem))
         except RunError as error:
             # A SuperLink keeps the keys that were removed and never takes one back.
             say(f"site {name} cannot be registered: {error}; if this key was removed before, the site needs a new one")
+            event("site registered", "failed", site=name, key=keys.fingerprint(pem), why=str(error))
 
 
 class Admission:
@@ -42,7 +49,7 @@ class Admission:
 
     Entering reads the file and registers its sites, or raises SettingsError. Later a file that is wrong is told and
     the sites stay as they were. `knocks`: the file of keys that wait, from which those are taken whose fingerprint
-    alone is in the nodes file.
+    alone is in the nodes file. `event` is told what an audit log holds.
     """
 
     def __init__(
@@ -52,7 +59,9 @@ class Admission:
         say: Callable[[str], None],
         knocks: Path | None = None,
         today: Callable[[], datetime.date] = nodes.today,
+        event: Event = unheard,
     ) -> None:
+        self._event = event
         self._path, self._control, self._say, self._knocks, self._today = path, control, say, knocks, today
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nodes", daemon=True)
@@ -75,7 +84,8 @@ class Admission:
         """Bring the SuperLink in step now. Raises SettingsError for a wrong file, RunError without an answer."""
         wanted, day = nodes.read(self._path), self._today()
         knocked = waiting.read(self._knocks)
-        reconcile(self._control, nodes.admitted(wanted, {p: k.pem for p, k in knocked.items()}, day), self._say)
+        admitted = nodes.admitted(wanted, {print_: key.pem for print_, key in knocked.items()}, day)
+        reconcile(self._control, admitted, self._say, self._event)
         self._warn(wanted, day)
         known = {key.fingerprint for held in wanted.values() for key in held}
         for print_, key in knocked.items():
@@ -84,6 +94,7 @@ class Admission:
                     f"a site waits to be let in: key {print_} from {key.address}; if its site reads out the same: "
                     f"python -m server nodes add NAME --fingerprint {print_}"
                 )
+                self._event("site waits", "not known", key=print_, address=key.address)
         self._told = set(knocked)
 
     def _warn(self, wanted: nodes.Nodes, day: datetime.date) -> None:

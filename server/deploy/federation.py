@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from flwr.supercore.address import parse_address
@@ -17,10 +18,13 @@ from common.flower import ROOT
 from server.deploy.admission import Admission
 from server.deploy.clients import start_clients
 from server.deploy.control import Control, Watcher
+from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.rounds.folder import RunFolder
 from server.rounds.provenance import origin
+from server.rounds.records import unheard
 from server.rounds.stopping import Stop, heed
+from server.watch.audited import audit_of
 from server.watch.follow import follow
 from server.watch.tail import Tail
 from server.watch.viewers import Viewer
@@ -46,13 +50,17 @@ def run(
     Stops every process that it started, also when it is stopped. Raises what ended the run, and Stopped if `stop` asked
     before it began. `watchers` are told how to ask the SuperLink.
     """
-    options = options or LinkOptions()
+    options, given = options or LinkOptions(), options
     options.check()
+    if given and not options.book:
+        options = replace(options, audit=audit_of(folder))
     logs = folder.path / "logs"
     link = SuperLink(logs / "superlink.log", options=options, stop=stop)
     memory = folder.path / "memory"
     with ExitStack() as stack:
         claim = stack.enter_context(folder.claimed(resume))
+        book = book_of(options)
+        stack.enter_context(registered(book, options, display.say))
         # Clients start first: they load while the SuperLink does, and then wait for it. So they also stop last: a
         # round in hand must not be completed without those that stopped a moment earlier.
         clients = stack.enter_context(
@@ -62,7 +70,8 @@ def run(
         for told in watchers:
             told(link.control.look)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks))
+            event = book.try_record if book else unheard
+            stack.enter_context(Admission(options.nodes, link.control, display.say, link.knocks, event=event))
         if not names:
             display.say(f"clients join with: {join_command(link.options)}")
 
@@ -77,7 +86,8 @@ def run(
             return None if link.running else f"the SuperLink ended; its log: {link.log}"
 
         # Clients of one's own are all there are; of others one may be wrong and the rest go on.
-        submitted(link.control, experiment, folder, display, resume, stop, trouble, bool(names), claim)
+        audit = given.audit if given else None
+        submitted(link.control, experiment, folder, display, resume, stop, trouble, bool(names), claim, audit)
 
 
 def attach(
@@ -88,19 +98,21 @@ def attach(
     resume: bool,
     control: Control,
     stop: Stop = lambda: None,
+    audit: Path | None = None,
 ) -> None:
     """Run an experiment behind a SuperLink that runs already, and show its rounds.
 
     The run folder is written by the server app, beside that SuperLink: it must be the same place for both. Ctrl-C
     stops the run too, without finishing its round; `stop` before it has begun raises Stopped. With `resume`, a run that
     is going on is watched: this command may have been killed and started again. A SuperLink that is not there is waited
-    for, at the start and in the middle; then the run goes on. Raises RunError if someone else stopped it.
+    for, at the start and in the middle; then the run goes on. Raises RunError if someone else stopped it. `audit`: of
+    the run, instead of in its folder; the server app writes it, too.
     """
     lost = False
     while True:
         _wait_for(control, display, stop)
         try:
-            return _attached(experiment, folder, display, resume, control, stop)
+            return _attached(experiment, folder, display, resume, control, stop, audit)
         except RunError as error:
             if stop() is not None or (not lost and not control.absent()):
                 raise
@@ -126,7 +138,13 @@ def _wait_for(control: Control, display: Viewer, stop: Stop) -> None:
 
 
 def _attached(
-    experiment: Experiment, folder: RunFolder, display: Viewer, resume: bool, control: Control, stop: Stop
+    experiment: Experiment,
+    folder: RunFolder,
+    display: Viewer,
+    resume: bool,
+    control: Control,
+    stop: Stop,
+    audit: Path | None,
 ) -> None:
     with ExitStack() as stack:
         if resume and folder.in_use():
@@ -134,7 +152,7 @@ def _attached(
             follow(folder, display, stop, _nothing, lambda: None if folder.in_use() else "the server app has died")
         else:
             claim = stack.enter_context(folder.claimed(resume))
-            submitted(control, experiment, folder, display, resume, stop, _nothing, False, claim)
+            submitted(control, experiment, folder, display, resume, stop, _nothing, False, claim, audit)
         if stop() is None and folder.status().get("by"):
             display.say(f"stopped by {folder.status()['by']}")  # on purpose: no supervisor is to begin it again
         elif stop() is None and folder.status().get("status") == "stopped":
@@ -176,9 +194,10 @@ def submitted(
     trouble: Callable[[], str | None],
     strict: bool,
     claim: str,
+    audit: Path | None = None,
 ) -> None:
     """Submit a run and follow it to its end; raises its error. `trouble()` says why it cannot go on, `claim` is the
-    folder's for it.
+    folder's for it, `audit` its log if that is not in its folder.
 
     However this ends before the run does (a signal at any moment, no answer to what was submitted): the run ends too,
     or never begins.
@@ -190,6 +209,7 @@ def submitted(
         "strict": strict,
         "claim": claim,
         "submitted": json.dumps(origin()),
+        "audit": str(audit.absolute()) if audit else "",
     }
     run_id = 0
 

@@ -20,22 +20,23 @@ from server.deploy.runs_api import routes
 from server.deploy.seldom import Seldom
 from server.deploy.users import Users
 
-USERS, TOKEN, BOOKS = "FEDKEEL_USERS", "FEDKEEL_OWN_TOKEN", "FEDKEEL_BOOKS"
+USERS, TOKEN, BOOKS, AUDIT = "FEDKEEL_USERS", "FEDKEEL_OWN_TOKEN", "FEDKEEL_BOOKS", "FEDKEEL_AUDIT"
 """In the SuperLink's environment: the users file, the token of the process that started it, the folder of what it keeps
-beside Flower's database."""
+beside Flower's database, and its audit log, if that lies elsewhere."""
 OWNERS = "owners.json"
 
 log = logging.getLogger("flwr")
 
 
-def install(program: Any) -> None:
-    """Put the door before the application that `program` (Flower's module) is about to start."""
-    place = os.environ.pop(BOOKS, "")
+def install(program: Any) -> AuditLog | None:
+    """Put the door before the application that `program` (Flower's module) is about to start; returns the audit log."""
+    place, log_file = os.environ.pop(BOOKS, ""), os.environ.pop(AUDIT, "")
     path, own = os.environ.pop(USERS, ""), os.environ.pop(TOKEN, "")
     if not place:
-        return
+        return None
     books = Path(place)
-    owners, queue, audit = Owners(books / OWNERS), Queue(books), AuditLog(books / NAME, "superlink")
+    audit = AuditLog(log_file or books / NAME, "superlink")
+    owners, queue = Owners(books / OWNERS), Queue(books)
 
     seldom = Seldom()
 
@@ -59,6 +60,7 @@ def install(program: Any) -> None:
         door = Middleware(Gate, users=Users(Path(path), own), owners=owners, told=told)
         extensions.get_middleware = lambda: (door,)
         _close_runtime(program, books)
+    return audit
 
 
 def _close_runtime(program: Any, books: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +15,10 @@ from common.deploy.audit import NAME, AuditLog
 from common.errors import SettingsError
 from server.deploy.superlink import LinkOptions
 
-_REFUSED = re.compile(r"refused a node: (.*)")
-_KEY = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
-_SITE = re.compile(r"site (\S+) (may join|was removed|cannot be registered)")
-
 
 def book_of(options: LinkOptions) -> AuditLog | None:
-    """The audit log of a SuperLink: in `--state`; None without."""
-    return AuditLog(options.state / NAME) if options.state else None
+    """The audit log of a SuperLink: where `--audit` says, else in `--state`; None without both."""
+    return AuditLog(options.book) if options.book else None
 
 
 def beside(path: Path) -> AuditLog:
@@ -32,12 +27,10 @@ def beside(path: Path) -> AuditLog:
 
 
 @contextmanager
-def registered(
-    book: AuditLog | None, options: LinkOptions, say: Callable[[str], None]
-) -> Iterator[Callable[[str], None]]:
-    """`say` that also writes down who was let in and refused; around it, the start and the end of a SuperLink."""
+def registered(book: AuditLog | None, options: LinkOptions, say: Callable[[str], None]) -> Iterator[None]:
+    """The start and the end of a SuperLink, written down. Whom it refuses its own process writes into the same log."""
     if book is None:
-        yield say
+        yield
         return
     about: dict[str, Any] = {
         "host": options.host,
@@ -46,31 +39,14 @@ def registered(
     }
     book.try_record("superlink started", **about, **_identity(options))
     say(f"audit log {book.path}, head {book.head}")
-
-    def both(text: str) -> None:
-        hear(book, text)
-        say(text)
-
     try:
-        yield both
+        yield
     except BaseException as error:
         book.try_record("superlink ended", type(error).__name__, why=str(error))
         raise
     else:
         book.try_record("superlink ended")
     say(f"audit log {book.path}, head {book.head}")
-
-
-def hear(book: AuditLog, text: str) -> None:
-    """Write down a line that a SuperLink said, if it is of sites."""
-    key = found[0] if (found := _KEY.search(text)) else ""
-    if match := _REFUSED.search(text):
-        site = named[1] if (named := re.search(r" of (\S+) is in use", match[1])) else ""
-        book.try_record("refused", site=site, key=key, why=match[1])
-    elif match := _SITE.match(text):
-        outcome = "failed" if match[2] == "cannot be registered" else "ok"
-        what = "site removed" if match[2] == "was removed" else "site registered"
-        book.try_record(what, outcome, site=match[1], key=key, why="" if outcome == "ok" else text)
 
 
 def _identity(options: LinkOptions) -> dict[str, str]:

@@ -20,6 +20,7 @@ from server.deploy.queue import Queue
 from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions, SuperLink
 from server.deploy.turns import Turns
+from server.rounds.records import unheard
 from server.rounds.stopping import GRACE_S, Stop
 from server.watch.tail import Tail
 
@@ -48,11 +49,13 @@ def serve(
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedkeel-"))) / "superlink.log"
         link, printed = SuperLink(log, options=options), Tail(log)
-        say = stack.enter_context(registered(book_of(options), options, say))
+        book = book_of(options)
+        stack.enter_context(registered(book, options, say))
         stack.callback(_repeat, printed, say)
         stack.enter_context(link)
         if options.nodes:
-            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks))
+            event = book.try_record if book else unheard
+            stack.enter_context(Admission(options.nodes, link.control, say, link.knocks, event=event))
         for told in watchers:
             told(link.control.look)
         turns = stack.enter_context(Turns(Queue(link.books), link.control, say, at_once))

@@ -16,6 +16,7 @@ from typing import Self
 import psutil
 
 from common.deploy.addresses import LOOPBACK, answers, bracketed, is_loopback, reachable
+from common.deploy.audit import NAME
 from common.errors import RunError, SettingsError
 from common.files import locked
 from common.flower import ROOT, environment
@@ -35,7 +36,7 @@ class LinkOptions:
     `host`: for clients, over gRPC; `control_host`: for submitting runs, which is running code: not for the world.
     `certificates`: folder of `python -m server certs`; TLS on both legs. `nodes`: only sites of this file may join.
     `users`: the control port is for those of this file. `state`: folder for Flower's database and home, the queue and
-    the audit log; without it they end with the process. None as a port: a free one.
+    the audit log; without it they end with the process. `audit`: another file for the log. None as a port: a free one.
     """
 
     host: str = LOOPBACK
@@ -47,6 +48,12 @@ class LinkOptions:
     nodes: Path | None = None
     state: Path | None = None
     users: Path | None = None
+    audit: Path | None = None
+
+    @property
+    def book(self) -> Path | None:
+        """The file of the audit log, None if it ends with the process."""
+        return self.audit or (self.state / NAME if self.state else None)
 
     def check(self) -> None:
         """Raise SettingsError for options that cannot work or would leave a connection open to all."""
@@ -146,6 +153,8 @@ class SuperLink:
             home = self._home(stack)
             self.books = self.options.state.resolve() if self.options.state else home
             about = {"FEDKEEL_BOOKS": str(self.books)}
+            if self.options.book:
+                about |= {"FEDKEEL_AUDIT": str(self.options.book.absolute())}
             if self.options.users:
                 about |= {"FEDKEEL_USERS": str(self.options.users.resolve()), "FEDKEEL_OWN_TOKEN": self._token}
             self.family = Family(self._command(), _server_environment(home, self.knocks) | about, self.log)

@@ -7,6 +7,8 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flwr.supercore.constant import NodeStatus
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.logger import update_console_handler
 
+from common.deploy.audit import AuditLog
 from common.deploy.keys import fingerprint_or
 from common.flower import MOST_CALL_BYTES, keepalive
 from server.deploy import front
@@ -31,25 +34,20 @@ REFUSALS = (
     ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
 )
 
-_told = Seldom()
-_activating = threading.Lock()
-
 
 def main() -> None:
     """Run a SuperLink with the options of `flower-superlink`."""
     update_console_handler(level=os.environ.get("FLWR_LOG_LEVEL", "WARNING").upper())
     program: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     program.GRPC_MAX_MESSAGE_LENGTH = MOST_CALL_BYTES
-    front.install(program)
+    refusals = Refusals(front.install(program))
     _keep_alive()
     for each in ("flwr", "grpc._server", "uvicorn.error"):
         logging.getLogger(each).addFilter(_Passing())
-    _explain("ActivateNode", _why_not_activated)
-    _one_process_a_name()
-    if os.environ.get(VARIABLE):
-        _note_knocks(Knocks(Path(os.environ[VARIABLE])))
-    _explain("RegisterNode", lambda servicer, key: f"key {_name(key)} is not registered")
-    _tell_failed_signatures()
+    waiting = [knocking(Knocks(Path(os.environ[VARIABLE])))] if os.environ.get(VARIABLE) else []
+    wrap("ActivateNode", why_not_activated, [whose, twin], [refusals.of_a_call, *waiting])
+    wrap("RegisterNode", lambda servicer, key: f"key {_name(key)} is not registered", [], [refusals.of_a_call])
+    _tell_failed_signatures(refusals)
     # What Flower says of the same refusals, at every try, with the whole key.
     log.addFilter(lambda record: "Attempted to register SuperNode" not in record.getMessage())
     program.flower_superlink()
@@ -79,96 +77,118 @@ class _Passing(logging.Filter):
 BUSY = "Flower's database was busy; whoever asked tries again"
 
 
-def _explain(method: str, why: Any) -> None:
-    """Let a Fleet call that fails say why, to the node and in the log. Flower says neither."""
-    original = getattr(FleetServicer, method)
+Check = Callable[[FleetServicer, Any, Any], str]
+"""Why a call (servicer, request, context) may not go on; "" if it may."""
+Listener = Callable[[FleetServicer, Any, Any, str], None]
+"""Hears of a call that was refused, and why."""
 
-    def explained(self: FleetServicer, request: Any, context: Any) -> Any:
+
+class Refusals:
+    """Who was refused and why, now and then: in the process's log and in the audit log."""
+
+    def __init__(self, book: AuditLog | None = None) -> None:
+        self._book, self._told = book, Seldom()
+
+    def of_a_call(self, servicer: FleetServicer, request: Any, context: Any, reason: str) -> None:
+        """A listener."""
+        self.tell(reason, _site_of(servicer, request.public_key), fingerprint_or(request.public_key, ""))
+
+    def tell(self, reason: str, site: str = "", key: str = "") -> None:
+        """A reason, of a site and a key where they are known."""
+        if not self._told.due(reason):
+            return
+        log.warning("refused a node: %s", reason)
+        if self._book:
+            self._book.try_record("refused", site=site, key=key, why=reason)
+
+
+def wrap(
+    method: str, why: Callable[[FleetServicer, bytes], str], checks: Sequence[Check], listeners: Sequence[Listener]
+) -> None:
+    """Let a Fleet call be checked before Flower answers it, one at a time, and let one that fails say why, to the node
+    and to all listeners. Flower says neither."""
+    original = getattr(FleetServicer, method)
+    alone = threading.Lock() if checks else nullcontext()
+
+    def wrapped(self: FleetServicer, request: Any, context: Any) -> Any:
+        reason = ""
         try:
-            return original(self, request, context)
+            with alone:
+                if reason := next(filter(None, (check(self, request, context) for check in checks)), ""):
+                    raise FlowerError(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, reason, reason)
+                return original(self, request, context)
         except FlowerError as error:
             if error.code not in REFUSALS:
                 raise
-            reason = why(self, request.public_key)
-            _tell(reason)
+            reason = reason or why(self, request.public_key)
+            for listener in listeners:
+                listener(self, request, context, reason)
             raise FlowerError(error.code, error.message, error.public_details or reason) from error
 
-    setattr(FleetServicer, method, explained)
+    setattr(FleetServicer, method, wrapped)
 
 
-def _why_not_activated(servicer: FleetServicer, key: bytes) -> str:
-    state = servicer.state_factory.state()
-    node = state.get_node_id_by_public_key(key)
+def why_not_activated(servicer: FleetServicer, key: bytes) -> str:
+    """Why Flower did not activate the node of a key."""
+    node = servicer.state_factory.state().get_node_id_by_public_key(key)
     if node is None:
         return f"key {_name(key)} is not registered, or was removed"
-    name = next((info.name for info in state.get_node_info(node_ids=[node])), "") or node
+    name = _site_of(servicer, key) or node
     return f"key {_name(key)} of {name} is in use by another process, or by one that ended seconds ago"
 
 
-def _one_process_a_name() -> None:
-    """A node is activated by the holder of its key alone, and not while another key of the same site is here: while
-    keys change a site has two. Flower looks at neither."""
-    original = FleetServicer.ActivateNode
-
-    def guarded(self: FleetServicer, request: Any, context: Any) -> Any:
-        signed = dict(context.invocation_metadata()).get(PUBLIC_KEY_HEADER, request.public_key)
-        with _activating:
-            state = self.state_factory.state()
-            node = state.get_node_id_by_public_key(request.public_key)
-            if reason := _whose(request.public_key, signed) or _twin(state, node):
-                _tell(reason)
-                raise FlowerError(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, reason, reason)
-            return original(self, request, context)
-
-    FleetServicer.ActivateNode = guarded  # type: ignore[method-assign]
+def whose(servicer: FleetServicer, request: Any, context: Any) -> str:
+    """A check: a node is activated by the holder of its key alone."""
+    key = request.public_key
+    return "" if _signed(context, key) == key else f"key {_name(key)} was named in a call that another key signed"
 
 
-def _whose(key: bytes, signed: bytes) -> str:
-    return "" if key == signed else f"key {_name(key)} was named in a call that another key signed"
-
-
-def _twin(state: Any, node: int | None) -> str:
-    """Why a node cannot come in beside the others of its name that are online; "" if it can."""
-    found = state.get_node_info(node_ids=[node]) if node is not None else []
-    name = next((info.name for info in found), "")
+def twin(servicer: FleetServicer, request: Any, context: Any) -> str:
+    """A check: nor is it while another key of the same site is here. While keys change a site has two."""
+    state = servicer.state_factory.state()
+    name, node = _site_of(servicer, request.public_key), state.get_node_id_by_public_key(request.public_key)
     if not name:
         return ""
     here = state.get_node_info(statuses=[NodeStatus.ONLINE])
-    twin = next((info for info in here if info.name == name and info.node_id != node), None)
-    return f"{name} is in use with its other key, by a process that is here or ended seconds ago" if twin else ""
+    other = next((info for info in here if info.name == name and info.node_id != node), None)
+    return f"{name} is in use with its other key, by a process that is here or ended seconds ago" if other else ""
 
 
-def _note_knocks(knocks: Knocks) -> None:
-    """Keys that are refused wait to be let in. A doctor's look, with a heartbeat of 0, is none."""
-    original = FleetServicer.ActivateNode
+def knocking(knocks: Knocks) -> Listener:
+    """A listener: keys that nobody knows wait to be let in. A doctor's look, with a heartbeat of 0, is none."""
 
-    def noted(self: FleetServicer, request: Any, context: Any) -> Any:
-        try:
-            return original(self, request, context)
-        except FlowerError as error:
-            signed = dict(context.invocation_metadata()).get(PUBLIC_KEY_HEADER)
-            unknown = self.state_factory.state().get_node_id_by_public_key(request.public_key) is None
-            if error.code in REFUSALS and unknown and request.heartbeat_interval > 0 and signed == request.public_key:
-                knocks.add(request.public_key, str(context.peer()))
-            raise
+    def noted(servicer: FleetServicer, request: Any, context: Any, reason: str) -> None:
+        key = request.public_key
+        unknown = servicer.state_factory.state().get_node_id_by_public_key(key) is None
+        if unknown and request.heartbeat_interval > 0 and _signed(context, None) == key:
+            knocks.add(key, str(context.peer()))
 
-    FleetServicer.ActivateNode = noted  # type: ignore[method-assign]
+    return noted
 
 
-def _tell_failed_signatures() -> None:
+def _signed(context: Any, otherwise: bytes | None) -> bytes | None:
+    """The key that signed a call."""
+    found: bytes | None = dict(context.invocation_metadata()).get(PUBLIC_KEY_HEADER, otherwise)
+    return found
+
+
+def _site_of(servicer: FleetServicer, key: bytes) -> str:
+    """The name of the site of a key, "" where there is none."""
+    state = servicer.state_factory.state()
+    node = state.get_node_id_by_public_key(key)
+    found = state.get_node_info(node_ids=[node]) if node is not None else []
+    return next((str(info.name) for info in found if info.name), "")
+
+
+def _tell_failed_signatures(refusals: Refusals) -> None:
     module: Any = node_auth_server_interceptor
     original = module._unary_unary_rpc_terminator
 
     def told(message: str, *more: Any) -> Any:
-        _tell(f"a call was not let in: {message}")
+        refusals.tell(f"a call was not let in: {message}")
         return original(message, *more)
 
     module._unary_unary_rpc_terminator = told
-
-
-def _tell(reason: str) -> None:
-    if _told.due(reason):
-        log.warning("refused a node: %s", reason)
 
 
 def _name(key: bytes) -> str:

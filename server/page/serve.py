@@ -124,11 +124,12 @@ class Page:
         import uvicorn
 
         from server.deploy.users import Users
+        from server.page.connection import Connection
         from server.page.web import application
 
         users = Users(self._users) if self._users else None
         tls: dict[str, Any] = {}
-        names = [self._host, *((socket.gethostname(), socket.getfqdn()) if self._open else ())]
+        names = [self._host, *((socket.gethostname(),) if self._open else ())]
         if self._tls and self._certificates:
             from server.deploy.certs import Certificates, certified
 
@@ -138,7 +139,7 @@ class Page:
         server = uvicorn.Server(
             uvicorn.Config(
                 application(self.hub, users, self._title, names),
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 limit_concurrency=MOST_CONNECTIONS,

@@ -25,15 +25,11 @@ MOST_NOTES, MOST_SITES, MOST_NAMES = 100, 1000, 12
 
 
 def shown(record: Record) -> tuple[str, float | None]:
-    """The name and the value of what a round is judged by: the only place where the page knows that."""
+    """The name ("" where a round does not tell it) and the value of what a run is judged by: the only place where the
+    page knows that."""
     found = headline(record)
-    return text(found.metric, 100), found.value
-
-
-def losses(record: Record) -> tuple[float | None, float | None]:
-    """Loss where it was evaluated, unless that is what the round is judged by, and in training: two curves."""
-    evaluated = None if headline(record).metric == "loss" else valued(record, "loss")
-    return number(evaluated), number(train_loss(record))
+    named = record.get("headline") or found.value is not None
+    return text(found.metric, 100) if named else "", number(found.value)
 
 
 @dataclass
@@ -72,7 +68,7 @@ class Trail:
         self._ticks: list[int] = []
         self._sites: dict[str, Site] = {}
         self._table = Table()
-        self._metric = shown({})[0]
+        self._metric = "loss"
         self._reset = tick
         self._notes: deque[tuple[int, str]] = deque(maxlen=MOST_NOTES)
         self._state: tuple[int, Row] = (tick, {})
@@ -172,7 +168,8 @@ class Trail:
         """A round: number, value, loss, training loss, seconds, accepted, sampled, bytes down and up, void tries, time,
         drops as [cause, names, how many]."""
         round, moment = int(record["round"]), text(record.get("time"))
-        self._metric, value = shown(record)
+        name, value = shown(record)
+        self._metric = name or self._metric
         accepted, sampled = record.get("accepted") or [], record.get("sampled") or []
         for name in accepted:
             examples = (record.get("examples") or {}).get(name)
@@ -195,7 +192,8 @@ class Trail:
         seconds = number((record.get("seconds") or {}).get("total"))
         sizes = number(record.get("bytes_down")), number(record.get("bytes_up"))
         drops = [[cause, names[:MOST_NAMES], len(names)] for cause, names in by_cause.items()]
-        values = number(value), *losses(record), seconds
+        loss = None if self._metric == "loss" else number(valued(record, "loss"))
+        values = value, loss, number(train_loss(record)), seconds
         return [round, *values, len(accepted), len(sampled), *sizes, len(void), moment, drops]
 
 

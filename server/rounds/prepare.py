@@ -41,7 +41,7 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     """Create task and initial model of a settled experiment, and check all parts against each other. Raises
     SettingsError."""
     _check_trackers(experiment)
-    task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+    task = strategy.arrange(tasks.create(experiment.task, experiment.partition, experiment.seed), experiment)
     names, settings = task.names(), experiment.round
     _check_names(task, names)
     clients = len(names)
@@ -98,6 +98,16 @@ def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
         for buffer, before in buffers:
             buffer.data.copy_(before)
         model.whole_gradient.zero_()
+
+
+def deployable(prepared: Prepared) -> Prepared:
+    """The same where sites can run it. Raises SettingsError."""
+    if prepared.strategy.simulated:
+        raise SettingsError(
+            f"strategy.name = {prepared.experiment.strategy.name!r} needs all clients' data in one place, and sites "
+            "keep theirs; allowed: simulate, compare and local"
+        )
+    return prepared
 
 
 def _check_trackers(experiment: Experiment) -> None:

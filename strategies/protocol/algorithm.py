@@ -66,6 +66,8 @@ class Algorithm(ABC):
     """"bound": client memory belongs to server state (trackers, duals), losing it starts a new generation;
     "own": it is the client's own affair and starts empty when lost."""
 
+    simulated: ClassVar[bool] = False
+    """Whether it needs all clients' data in one place (see `arrange`): sites cannot run it."""
     personal: ClassVar[bool] = False
     """Whether each client has a whole model of its own, kept in its memory or made of the server's by `personalize`: it
     is what a client evaluates, and the server's alone is not."""
@@ -150,6 +152,11 @@ class Algorithm(ABC):
 
     def check(self, experiment: Experiment) -> None:
         """Raise SettingsError for a pair of settings without meaning."""
+
+    def arrange(self, task: Task, experiment: Experiment) -> Task:
+        """The task of a settled experiment as this algorithm trains it, on the server and on every client: usually
+        itself. Raises SettingsError for one that it cannot train."""
+        return task
 
     def check_model(self, task: Task, model: nn.Module) -> None:
         """Raise SettingsError for a model that the algorithm cannot train."""

@@ -45,7 +45,7 @@ class FlowerLoop:
         if "experiment" not in config:
             raise RunError("start(...) needs train_config=config_of(experiment)")
         experiment = read_experiment(str(config["experiment"]))
-        task = tasks.create(experiment.task, experiment.partition, experiment.seed)
+        task = strategy.arrange(tasks.create(experiment.task, experiment.partition, experiment.seed), experiment)
         model = build(task, experiment.seed, personal=experiment.personal.parts, check=strategy.check_model)
         layout, given = model.layout_hash, wire.from_records(arrays)
         model.load(given[MODEL], {name: value for name, value in given.items() if name.startswith(BUFFERS)})

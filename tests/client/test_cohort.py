@@ -91,7 +91,7 @@ def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
     """In float64 nothing but the order of sums differs; three rounds of all clients go through every memory."""
     before = pool("cpu").together
     alike(on_digits(algorithm, "mlp"), tmp_path, 1e-9)
-    assert pool("cpu").together > before
+    assert pool("cpu").together > before or REGISTRY[algorithm].cls.simulated  # there one client trains
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_each_message_in_and_upload_out(tmp_path, monkeypatch):
         *("started", "policy", "joined", "message in", "upload out", "message in", "upload out", "stopped")
     ]
     assert {line["site"] for line in found} == {"a"}
+    assert {line["key"] for line in found} == {"none: joined without --key"}
     assert (found[3]["run"], found[3]["kind"], found[3]["message"]) == ("digits-1", "train", "in-1")
     assert (found[4]["outcome"], found[4]["run"], found[4]["message"]) == ("ok", "digits-1", "out-1")
     assert found[4]["bytes"] > 0

@@ -1,11 +1,13 @@
 """The audit log: chained, torn by crashes and closed again, written by several processes, and verified."""
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -255,3 +257,54 @@ def test_both_commands_say_where_a_chain_breaks(tmp_path):
         assert answer.exit_code == 1
         assert "BROKEN audit.jsonl line 2 does not follow the line before it: lines 2 to 2" in answer.output
         assert CliRunner().invoke(cli, ["audit", "verify", str(path), "--head", "x"]).exit_code in (1, 2)
+
+
+@pytest.mark.parametrize("tail", [1, 3, 64, 2**16])
+def test_the_latest_line_of_a_kind_is_found_from_the_end(tail: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever piece of the file is read at a time, over files that were put aside, and with a torn end."""
+    book = AuditLog(tmp_path / "audit.jsonl", most_bytes=1500)
+    assert book.last("policy") is None
+    for number in range(20):
+        book.record("policy" if number in (2, 17) else "message in", number=number, text="x" * (7 * number))
+    assert len(put_aside(book.path)) > 1
+    monkeypatch.setattr(audit, "_TAIL", tail)
+    assert (book.last("policy") or {})["number"] == 17
+    for number, what in ((0, "message in"), (2, "policy")):
+        other = AuditLog(tmp_path / f"{what}.jsonl")
+        other.record(what, number=number)
+        with other.path.open("ab") as file:
+            file.write(b'{"what":"policy"')
+        assert (other.last(what) or {})["number"] == number
+    assert book.last("never") is None
+
+
+def test_a_long_log_is_not_read_to_find_its_latest_line(tmp_path: Path, monkeypatch: Any) -> None:
+    book = AuditLog(tmp_path / "audit.jsonl")
+    line = b'{"what":"message in"}\n'
+    book.path.write_bytes(line * 200_000)
+    with book.path.open("ab") as file:
+        file.write(b'{"seq":1,"sha256":"0","what":"policy"}\n' + line * 10)
+    read = list[int]()
+    whole = io.BufferedReader.read
+    opened = Path.open
+
+    class Counted:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def seek(self, *words: int) -> int:
+            return int(self._file.seek(*words))
+
+        def read(self, size: int) -> bytes:
+            read.append(size)
+            return whole(self._file, size)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode="r": Counted(opened(path, mode)))
+    assert (book.last("policy") or {})["seq"] == 1
+    assert sum(read) <= audit._TAIL

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,18 @@ from typer.testing import CliRunner
 
 from client.__main__ import cli as client_cli
 from client.app import app
+from common.deploy import keys
 from common.deploy.audit import NAME, AuditLog
 from common.deploy.chain import verify
+from common.errors import RunError
 from server.__main__ import cli as server_cli
 from server.app import run
-from server.deploy.register import book_of, hear, registered
+from server.deploy import federation
+from server.deploy.admission import reconcile
+from server.deploy.control import Node
+from server.deploy.register import book_of, registered
 from server.deploy.superlink import LinkOptions
+from server.deploy.superlink_program import Refusals
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import NOTES, RunFolder
 from server.rounds.provenance import command, now, own_version, stamped, unstamped
@@ -85,25 +92,39 @@ def test_an_audit_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, 
     assert "could not be written" in caplog.text
 
 
-def test_a_superlink_writes_down_whom_it_lets_in_and_refuses(tmp_path):
+class Superlink:
+    """Takes any key but one."""
+
+    def __init__(self, no: bytes) -> None:
+        self.held, self._no = list[Node](), no
+
+    def nodes(self) -> list[Node]:
+        return list(self.held)
+
+    def register(self, node: Node) -> None:
+        if node.public_key == self._no:
+            raise RunError("no answer")
+        self.held.append(node)
+
+    def unregister(self, node: Node) -> None:
+        self.held.remove(node)
+
+
+def test_a_superlink_writes_down_whom_it_lets_in(tmp_path):
     assert book_of(LinkOptions()) is None
+    assert book_of(LinkOptions(state=tmp_path, audit=tmp_path / "own.jsonl")).path == tmp_path / "own.jsonl"
     options = LinkOptions(state=tmp_path / "state")
     book, said = book_of(options), []
     assert book is not None
     assert book.path == tmp_path / "state" / NAME
-    texts = (
-        f"site a may join with key {KEY}",
-        "site a was removed: its key is refused from now on",
-        "site b cannot be registered: no answer",
-        f"WARNING: refused a node: key {KEY} of c is in use by another process",
-        "refused a node: a call was not let in: \x1b[2J",
-        "something else",
-    )
+    a, b = (keys.generate(tmp_path / f"{name}.key").read_bytes() for name in "ab")
+    a, b = (keys.read_public(each, "it") for each in (a, b))
+    link = Superlink(b)
 
     def serve() -> None:
-        with registered(book, options, said.append) as say:
-            for text in texts:
-                say(text)
+        with registered(book, options, said.append):
+            reconcile(link, {a: "a", b: "b"}, said.append, book.try_record)
+            reconcile(link, {}, said.append, book.try_record)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -111,17 +132,64 @@ def test_a_superlink_writes_down_whom_it_lets_in_and_refuses(tmp_path):
     assert whats(book.path) == [
         ("superlink started", "ok", ""),
         ("site registered", "ok", "a"),
-        ("site removed", "ok", "a"),
         ("site registered", "failed", "b"),
-        ("refused", "ok", "c"),
-        ("refused", "ok", ""),
+        ("site removed", "ok", "a"),
         ("superlink ended", "KeyboardInterrupt", ""),
     ]
-    assert lines(book.path)[1]["key"] == lines(book.path)[4]["key"] == KEY
+    found = lines(book.path)
+    assert [line["key"] for line in found[1:4]] == [keys.fingerprint(a), keys.fingerprint(b), keys.fingerprint(a)]
+    assert found[2]["why"] == "no answer"
     assert re.fullmatch(r"audit log \S+, head 1:[0-9a-f]{64}", said[0])
+
+
+def test_a_refusal_is_a_line_with_site_and_key_whatever_a_name_holds(tmp_path):
+    """Names and reasons are fields: none is read out of a sentence that a peer had a part in."""
+    book = AuditLog(tmp_path / NAME)
+    refusals = Refusals(book)
+    for _ in range(3):
+        refusals.tell("key x of site a may join is in use\x1b[2J", "site a may join", KEY)
+    refusals.tell("a call was not let in")
+    assert whats(book.path) == [("refused", "ok", "site a may join"), ("refused", "ok", "")]
+    assert lines(book.path)[0]["key"] == KEY
     assert "\x1b" not in book.path.read_text()
-    hear(book, "round 1")
-    assert len(lines(book.path)) == 7
+
+
+def test_a_run_with_a_superlink_of_its_own_writes_the_certificate_and_the_sites_too(tmp_path, monkeypatch):
+    """Where `--audit` says; else in `--state`, else beside the run."""
+    seen: list[LinkOptions] = []
+
+    class Known(Exception):
+        pass
+
+    class NoLink:
+        def __init__(self, log: Path, *, options: LinkOptions, stop: Any) -> None:
+            seen.append(options)
+            self.options, self.fleet_address = options, "127.0.0.1:1"
+
+        def __enter__(self) -> None:
+            raise Known
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(federation, "SuperLink", NoLink)
+    viewer: Any = SimpleNamespace(say=lambda text: None)
+    for name, options in (
+        ("beside", LinkOptions()),
+        ("state", LinkOptions(state=tmp_path / "state")),
+        ("told", LinkOptions(state=tmp_path / "state", audit=tmp_path / "told.jsonl")),
+    ):
+        folder = RunFolder(tmp_path / name)
+        folder.checkpoints.mkdir(parents=True)
+        folder.append({"round": 1})  # a folder without a run is taken away again
+        with pytest.raises(Known):
+            federation.run(toy(), folder, viewer, resume=True, options=options)
+    assert [options.book for options in seen] == [
+        tmp_path / "beside" / NAME,
+        tmp_path / "state" / NAME,
+        tmp_path / "told.jsonl",
+    ]
+    assert all(whats(options.book)[0][0] == "superlink started" for options in seen if options.book)
 
 
 def test_commands_that_change_who_may_join_are_written_down_beside_what_they_change(tmp_path, monkeypatch):

@@ -86,7 +86,8 @@ class Simulation:
     def __init__(self, experiment: Experiment, names: Iterable[str] | None = None, task: Task | None = None) -> None:
         self.strategy, experiment = settled(experiment)
         self.experiment = experiment
-        self.task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
+        task = task or tasks.create(experiment.task, experiment.partition, experiment.seed)
+        self.task = self.strategy.arrange(task, experiment)
         parts = experiment.personal.parts
         self.model = build(self.task, experiment.seed, personal=parts, check=self.strategy.check_model)
         self.coordinator = Coordinator.begin(self.strategy, experiment, "run", self.model)
@@ -195,9 +196,10 @@ class Simulation:
 
     def step(self, lost: Iterable[str] = ()) -> list[Upload]:
         """One round; clients in `lost` train, but their replies never arrive. Returns the accepted uploads."""
-        coordinator, wanted = self.coordinator, self.experiment.round.sample or len(self.members)
+        trainers = [name for name, member in self.members.items() if member.examples]
+        coordinator, wanted = self.coordinator, self.experiment.round.sample or len(trainers)
         round = coordinator.round + 1
-        present = coordinator.participation.present(round, 0, self.members)
+        present = coordinator.participation.present(round, 0, trainers)
         chosen = sample(self.experiment.seed, round, 0, present, wanted)
         late = coordinator.participation.late(round, [self.members[name] for name in chosen])
         self.sampled = [name for name in chosen if name not in late]

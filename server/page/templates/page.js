@@ -221,7 +221,7 @@ function numbers(rounds, state, status, planned, done) {
   ];
 }
 
-function title(metric = "") { return metric.slice(0, 1).toUpperCase() + metric.slice(1); }
+function title(metric = "") { return metric.slice(0, 1).toUpperCase() + metric.slice(1).replaceAll("_", " "); }
 
 function acts(row) {
   const found = buttons(key, row), is = found.map(button => button.text).join();
@@ -255,7 +255,7 @@ function sites() {
   const rows = [...names].map(name => {
     const site = run.sites.get(name), node = here.get(name);
     const [rank, word, kind, why] = condition(site, node);
-    const seen = node?.status === "online" ? {text: "now"} : moment(site?.seen || node?.seen);
+    const seen = node?.status === "online" ? {text: "now"} : moment(node?.status === "offline" && node.seen || site?.seen);
     const causes = Object.entries(site?.causes ?? {}).map(([cause, count]) => `${cause} ${count}`).join(", ");
     return {rank, name, cells: [
       {text: name, kind: "name", title: node ? [node.versions, node.arithmetic, node.device].filter(Boolean).join("\n") : ""},
@@ -287,6 +287,7 @@ function condition(site, node) {
 function table(rounds, state) {
   $("rounds").hidden = !rounds.length;
   say($("metric"), title(state.metric));
+  $("rounds").classList.toggle("one", state.metric === "loss");
   fill($("rounds").querySelector("tbody"), rounds.slice(-SHOWN_ROUNDS).reverse().map(point => {
     const [round, value, loss, train, seconds, accepted, sampled, down, up, voids, time, drops] = point;
     const told = (drops ?? []).map(([cause, names, count]) =>

@@ -27,7 +27,6 @@ from server.commands import doctor
 from server.deploy import nodes, superlink_program, waiting
 from server.deploy.admission import Admission, reconcile
 from server.deploy.control import Node
-from server.deploy.seldom import Seldom
 
 DAY = datetime.date(2027, 1, 1)
 
@@ -301,10 +300,15 @@ def test_a_fingerprint_in_every_form(tmp_path: Path) -> None:
 def servicer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetServicer:
     for method in ("ActivateNode", "RegisterNode"):
         monkeypatch.setattr(FleetServicer, method, getattr(FleetServicer, method))
-    monkeypatch.setattr(superlink_program, "_told", Seldom())
-    superlink_program._explain("ActivateNode", superlink_program._why_not_activated)
-    superlink_program._one_process_a_name()
-    superlink_program._note_knocks(waiting.Knocks(tmp_path / "w.json"))
+    superlink_program.wrap(
+        "ActivateNode",
+        superlink_program.why_not_activated,
+        [superlink_program.whose, superlink_program.twin],
+        [
+            superlink_program.Refusals(AuditLog(tmp_path / "audit.jsonl")).of_a_call,
+            superlink_program.knocking(waiting.Knocks(tmp_path / "w.json")),
+        ],
+    )
     state = InMemoryLinkState(SimpleNamespace(), ObjectStoreFactory().store())  # type: ignore[arg-type]
     return FleetServicer(SimpleNamespace(state=lambda: state), ObjectStoreFactory(), True)  # type: ignore[arg-type]
 
@@ -333,6 +337,9 @@ def test_one_process_of_a_name_whatever_its_key(servicer: FleetServicer, tmp_pat
     with pytest.raises(FlowerError, match="with its other key"):
         activate(servicer, old)
     assert waiting.read(tmp_path / "w.json") == {}
+    told = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    # What is tried again and again is one line.
+    assert [(line["what"], line["site"], line["key"]) for line in told] == [("refused", "a", keys.fingerprint(new))] * 2
 
 
 def test_who_is_refused_for_an_unknown_key_waits(servicer: FleetServicer, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Link, *ends: A
     said: list[Any] = []
     lives = iter(ends)
 
-    def attached(experiment: Any, folder: Any, display: Any, resume: bool, control: Any, stop: Any) -> None:
+    def attached(experiment: Any, folder: Any, display: Any, resume: bool, control: Any, *_: Any) -> None:
         said.append(resume)
         if (end := next(lives)) is not None:
             (folder.path / "history.jsonl").parent.mkdir(exist_ok=True)

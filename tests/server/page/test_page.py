@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import pytest
 
 from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
+from server.deploy import certs
 from server.deploy import users as book
 from server.deploy.control import Control
 from server.deploy.users import Role
-from server.page import page_at
+from server.page import connection, page_at
 from server.page.serve import Page
-from server.page.sources import LinkRuns
+from server.page.sources import LinkRuns, OneRun
 from server.page.trail import MOST_POINTS, Trail
 from server.page.web import TEMPLATES
 from server.rounds.folder import RunFolder
@@ -148,6 +151,24 @@ def test_strange_lines_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
             assert len(name) <= 100
             assert len(site["why"]) <= 300
             assert (name + site["why"] + site["state"]).isprintable()
+
+
+def test_the_curve_is_of_what_a_run_is_judged_by(tmp_path: Path) -> None:
+    """Named by the records, else known from those that were evaluated; a loss is not shown twice."""
+    train = {"loss": {"weighted": 2.0}}
+    auc = {"headline": {"metric": "auc", "higher": True}, "train": train}
+    cases = {
+        "auc": ([auc, auc | {"central": {"auc": 0.7, "loss": 0.5}}], [[None, None, 2.0], [0.7, 0.5, 2.0]]),
+        "accuracy": ([{"central": {"accuracy": 0.6}}, {"train": train}], [[0.6, None, None], [None, None, 2.0]]),
+        "loss": ([{"central": {"loss": 0.5}, "train": train}], [[0.5, None, 2.0]]),
+    }
+    for metric, (records, expected) in cases.items():
+        folder = running(tmp_path / metric, [{"round": n, **each} for n, each in enumerate(records, 1)])
+        trail = Trail(RunFolder(folder))
+        trail.take(trail.look(), 1)
+        found = trail.since(-1)
+        assert found["state"]["metric"] == metric
+        assert [point[1:4] for point in found["rounds"]] == expected
 
 
 # --- who may
@@ -399,6 +420,41 @@ def test_it_ends_at_once_with_streams_open_and_tells_them(tmp_path: Path) -> Non
             assert time.monotonic() - started < 2.0
         seen.until(lambda seen, name: name == "end")
         assert seen.rounds[-1][0] == 200  # the last round came too
+
+
+def test_who_only_holds_places_is_turned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that asks for nothing, or never ends to ask, ends; a stream that is older goes on."""
+    monkeypatch.setattr(connection, "FIRST_S", 0.3)
+    folder = running(tmp_path / "run", [line(1)])
+    with served(folder) as page, reading(page) as seen:
+        seen.until(lambda seen, _: seen.rounds)
+        address = ("127.0.0.1", int(page.url.rstrip("/").rpartition(":")[2]))
+        for words in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
+            with socket.create_connection(address, timeout=5) as holding:
+                holding.sendall(words)
+                with suppress(ConnectionResetError):
+                    assert holding.recv(100) == b""
+        add(folder, line(2))
+        seen.until(lambda seen, _: len(seen.rounds) == 2)
+
+
+def test_beyond_this_machine_it_is_encrypted_and_has_the_names_of_the_certificate(tmp_path: Path) -> None:
+    file, made = tmp_path / "users.toml", certs.write(tmp_path / "certs", ["fl.example.org"], [], 30)
+    who = token(file, "ann", Role.look)
+    trust = ssl.create_default_context(cafile=str(made.ca))
+    with Page("0.0.0.0:0", users=file, certificates=made.folder) as page:
+        page.hub.follow(OneRun(RunFolder(running(tmp_path / "run", [line(1)])), "written", 20))
+        assert page.url.startswith("https://")
+        port = page.url.rstrip("/").rpartition(":")[2]
+        with httpx.Client(verify=trust, trust_env=False, timeout=10) as client:
+            base = f"https://127.0.0.1:{port}/"
+            assert client.get(base, headers={"Host": f"fl.example.org:{port}"}).status_code == 200
+            assert client.get(base, headers={"Host": "other.example.org"}).status_code == 403
+            assert client.get(base + "events").status_code == 401
+            with client.stream("GET", base + "events", headers=who) as answer:
+                assert answer.status_code == 200
+            with pytest.raises(httpx.TransportError):
+                client.get(f"http://127.0.0.1:{port}/")
 
 
 def test_a_hub_that_fails_shows_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
