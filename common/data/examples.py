@@ -74,7 +74,7 @@ class Records:
 
     def at(self, indices: NDArray[np.int64]) -> Records:
         """Some of them (k,), as they are."""
-        return Records(*self._at(torch.as_tensor(indices)), self.collate)
+        return Records(*self._at(torch.tensor(indices)), self.collate)
 
     def to(self, device: torch.device) -> Records:
         """The same examples on `device`; no copy if they are there."""

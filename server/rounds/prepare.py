@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -85,7 +86,8 @@ def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
         return
     module, buffers = model.module, [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     try:
-        with torch_seeded(0, torch.device("cpu")):
+        with torch_seeded(0, torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will say them
             module.train()
             loss = task.loss(module, task.augment(data.batch(torch.arange(2))))
             if isinstance(loss, torch.Tensor) and loss.ndim == 0:  # of anything else the roll call tells
