@@ -259,6 +259,23 @@ class PresenceSettings(Section):
         return self
 
 
+class StopSettings(Section):
+    """`[stop]`: when a run ends before its last round; see server/rounds/ending.py. Never sent to clients."""
+
+    patience: int | None = Field(None, ge=1, description="evaluations in a row without a better headline")
+    min_change: float = Field(0.0, ge=0, description="patience: by more than so much is better")
+    target: float | str | None = Field(None, description="a value of the headline, or 'METRIC=NUMBER', to be reached")
+    max_seconds: float | None = Field(
+        None, gt=0, description="of all rounds together, over resumes; the only one that depends on the machine"
+    )
+
+    @model_validator(mode="after")
+    def _coherent(self) -> StopSettings:
+        if self.min_change and self.patience is None:
+            raise ValueError("min_change needs patience")
+        return self
+
+
 class CheckpointSettings(Section):
     """`[checkpoint]`: atomic, round-stamped files in the run folder."""
 
@@ -287,6 +304,9 @@ class DataSettings(Section):
 UNSEEN = ("checkpoint", "tracking")
 """Sections that touch neither weights nor history: how a run is kept and shown."""
 
+HERE = ("stop", "tracking")
+"""Sections that are the server's affair alone."""
+
 
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
@@ -305,6 +325,7 @@ class Experiment(Section):
     compression: CompressionSettings = CompressionSettings()
     personal: PersonalSettings = PersonalSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+    stop: StopSettings = StopSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
     data: DataSettings = DataSettings()
@@ -331,8 +352,8 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=not full))
 
     def json(self) -> str:  # type: ignore[override]
-        """The settings that were set, as JSON text: what travels to clients, whom `tracking` does not concern."""
-        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tracking"})
+        """The settings that were set, as JSON text: what travels to clients, whom `HERE` does not concern."""
+        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude=set(HERE))
         return json.dumps(kept, sort_keys=True)
 
     def portable(self) -> Experiment:
@@ -344,11 +365,11 @@ class Experiment(Section):
     def identity(self) -> str:
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
-        `rounds`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched differently;
-        `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so there it
-        counts.
+        `rounds`, `stop`, `evaluate`, `checkpoint` and `tracking` are left out: a run may be prolonged or watched
+        differently; `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so
+        there it counts.
         """
-        free = {"evaluate", "data", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", "data", "stop", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
         kept = self.model_dump(mode="json", exclude=free)
         # A run from before there was a choice goes on.
         for section, key, before in (

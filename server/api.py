@@ -94,6 +94,18 @@ class Run:
         module.load_state_dict(load_file(self.folder / MODEL))
         return module.eval()
 
+    def inputs(self, path: str | Path) -> Any:
+        """The rows of a table as `model` wants them, (n, d): task "table" alone. The target need not be there."""
+        from common.tasks.table import Table  # torch, which who looks at a history does not need
+
+        settings = self.settings
+        task = tasks.create(settings.task, settings.partition, settings.seed)
+        if not isinstance(task, Table):
+            raise SettingsError(f"inputs: task.name = {settings.task.name!r}; allowed: 'table'")
+        if task.census is not None:
+            task.census.adopt(RunFolder(self.folder).facts())
+        return task.inputs(Path(path))
+
     def plot(self, *columns: str) -> Any:
         """Columns of the history against the rounds, by default the headline and the loss; returns matplotlib's
         axes."""

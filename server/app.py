@@ -17,6 +17,7 @@ from common.deploy.audit import AuditLog
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import ROOT
+from server.rounds.ending import Finish
 from server.rounds.folder import RunFolder, choose_folder
 from server.rounds.loop import Rounds
 from server.rounds.prepare import assemble
@@ -117,13 +118,14 @@ def run(
     claim: str = "",
     event: Event = unheard,
     submitted: Mapping[str, Any] | None = None,
+    finish: Finish = lambda record: None,
 ) -> Record:
     """Run an experiment over any grid; returns the last line of its history.
 
     What became of it, also of a failure, stands in the folder's run.json: there other processes look. A run that
     `stop` or the folder's stop file ended returns like a finished one; the status tells them apart. `claim`: of the
     command that submitted it, as in `RunFolder.claimed`. `event` is told what an audit log holds; `submitted`: by which
-    other process, for run.json.
+    other process, for run.json. `finish` is asked after each round whether to end there.
     """
     strategy, experiment = settled(experiment)
 
@@ -149,7 +151,17 @@ def run(
                     tracking.write(record)
                     show(record)
 
-                rounds = Rounds(grid, prepared, folder, say=told, show=shown, stop=either, strict=strict, event=event)
+                rounds = Rounds(
+                    grid,
+                    prepared,
+                    folder,
+                    say=told,
+                    show=shown,
+                    stop=either,
+                    strict=strict,
+                    event=event,
+                    finish=finish,
+                )
                 record = rounds.run(resume)
         except Stopped:
             record = (folder.history() or [{}])[-1]
@@ -166,5 +178,6 @@ def run(
         except BaseException as error:
             folder.set_status("failed", error=repr(error), exit_code=1, traceback=traceback.format_exc())
             raise
-        folder.set_status("finished", rounds=experiment.rounds, sha256=record.get("sha256"))
+        early = {"ended": rounds.ended} if rounds.ended else {}
+        folder.set_status("finished", rounds=experiment.rounds, sha256=record.get("sha256"), **early)
     return record

@@ -58,7 +58,7 @@ def described(experiment: Experiment, shares_labels: bool | None = None) -> list
         "algorithm": _algorithm(whole),
         "rounds": _rounds(whole),
         "work a round": _work(whole),
-        "leaves once": _once(shares_labels),
+        "leaves once": _once(shares_labels) + _summed(whole.task),
         "leaves a round": _upload(whole, strategy, size),
         "leaves beside": _evaluation(whole),
         "stays": _stays(whole, strategy),
@@ -87,12 +87,14 @@ def _task(task: TaskSettings) -> str:
 def _opens(experiment: Experiment) -> str:
     """What is opened or fetched at this site beside --data, if the policy lets it."""
     options = experiment.task.options
-    files = {key: options[key] for key in ("file", "test_file", "pretrained") if options.get(key)}
+    files = {key: options[key] for key in ("file", "pretrained") if options.get(key)}
     named = [f"task.{key} = {plain(str(value), 100)}" for key, value in files.items()]
     if experiment.partition.file:
         named.append(f"partition.file = {plain(experiment.partition.file, 100)}")
     if experiment.speed.file or experiment.presence.file:
         named.append("files of [speed] and [presence], at the server alone")
+    if options.get("test_file"):
+        named.append("a test set (task.test_file), at the server alone")
     if options.get("download"):
         named.append("a download (task.download)")
     elif experiment.task.name in DATASETS or (experiment.task.name in TASKS and experiment.task.name not in _PLAIN):
@@ -102,7 +104,7 @@ def _opens(experiment: Experiment) -> str:
     return "the site's own data (--data); " + ("; ".join(named) if named else "nothing else")
 
 
-_PLAIN = {"digits", "quadratic", "images", "npz", "text"}
+_PLAIN = {"digits", "quadratic", "images", "npz", "text", "table"}
 """Tasks that name no public data set."""
 
 
@@ -147,6 +149,14 @@ def _once(shares_labels: bool | None) -> str:
         "kind of processor; a short hash of what its data look like (names and kinds of columns, shapes), unless the "
         f"policy says share_schema = false; {labels}; sums over its data where the policy says statistics = true"
     )
+
+
+def _summed(task: TaskSettings) -> str:
+    """The sums over the site's training data that a run cannot do without."""
+    options = task.options
+    if task.name != "table" or (options.get("standardize") is not True and options.get("missing") != "mean"):
+        return ""
+    return "; this run asks for such sums before round 1: count, mean and deviation of its columns of numbers"
 
 
 def _upload(experiment: Experiment, strategy: Algorithm, size: Size | None) -> str:
@@ -205,7 +215,7 @@ def _counted(experiment: Experiment) -> Size:
     options = experiment.task.options
     if options.get("shape") is not None and options.get("classes") is not None:
         options = {key: value for key, value in options.items() if key not in SOURCES} | {"pooled": False}
-    elif experiment.task.name in DATASETS:
+    elif experiment.task.name in (*DATASETS, "table"):
         options = {key: value for key, value in options.items() if key not in SOURCES}
     with granting(NOTHING):
         task = tasks.create(TaskSettings(name=experiment.task.name, **options), PartitionSettings(), experiment.seed)

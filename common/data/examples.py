@@ -108,7 +108,8 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ClientData:
-    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work.
+    """What one client holds: training and evaluation examples, disjoint; `steps` overrides its local work; `columns`:
+    of a site's own table, which column each number of an input is, () if that was no table.
 
     Raises SettingsError for steps that are no whole number from 1.
     """
@@ -117,6 +118,7 @@ class ClientData:
     """`Examples`, `Records`, or what else has a length, `batch` and `to`."""
     evaluate: Any
     steps: int | None = None
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):

@@ -14,6 +14,7 @@ from common.tasks.parts import fitted, taken
 TASKS = {
     "digits": "common.tasks.digits:Digits",
     "quadratic": "common.tasks.quadratic:Quadratic",
+    "table": "common.tasks.table:Table",
     "images": "common.tasks.images:images",
     "npz": "common.tasks.images:npz",
     "cifar10": "common.tasks.images:cifar10",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.data.examples import Examples
+from common.metrics.ready import Kind
 from common.models.images import output_layer
 from common.tasks.supervised import DTYPES, Supervised
 
@@ -18,14 +19,14 @@ from common.tasks.supervised import DTYPES, Supervised
 class Classification(Supervised):
     """Classes of a pooled data set that a plan splits over clients: cross entropy and accuracy."""
 
-    metric_kind = "classes"
+    metric_kind: Kind = "classes"
     headline = "accuracy"
 
     @abstractmethod
     def pool(self) -> Examples:
         """All training examples: inputs (n, ...) and int64 targets (n,) on the CPU."""
 
-    def labels(self) -> NDArray[Any]:
+    def labels(self) -> NDArray[Any] | None:
         """The classes."""
         found: NDArray[Any] = self.pool().targets.numpy()
         return found

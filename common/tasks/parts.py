@@ -91,7 +91,9 @@ def _weighted(task: Task, given: str | list[float]) -> Callable[[Tensor, Tensor]
             raise SettingsError(f"{what}; allowed: 'balanced', or a number a class")
         if task.absent:
             raise SettingsError(f"{what}: every client brings its own data, which nobody has counted; allowed: numbers")
-        counts = torch.bincount(torch.from_numpy(task.labels())).double()
+        if (labels := task.labels()) is None:
+            raise SettingsError(f"{what}: this task has no classes")
+        counts = torch.bincount(torch.from_numpy(labels)).double()
         weights = torch.where(counts > 0, counts.sum() / (len(counts) * counts), 0.0)
     else:
         weights = torch.tensor(given, dtype=torch.float64)

@@ -67,8 +67,9 @@ class Standings:
         """A cell, or what a cell has become whose candidate is known now; finished if its folder says so."""
         path = self._root / cell.folder
         standing = self._all[cell.folder] = Standing(cell, CellHistory(path).look())
-        run, rounds = RunFolder(path), cell.experiment.rounds
-        if run.status().get("status") == "finished" and (path / MODEL).exists() and standing.history.round >= rounds:
+        status, rounds = RunFolder(path).status(), cell.experiment.rounds
+        whole = standing.history.round >= rounds or status.get("ended")
+        if status.get("status") == "finished" and (path / MODEL).exists() and whole:
             standing.status = "finished"
         return standing
 

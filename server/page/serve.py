@@ -29,7 +29,7 @@ log = logging.getLogger("server.page")
 
 OPTION = "--page"
 MOST_CONNECTIONS = 200
-LAST_S, END_S = 0.3, 0.5
+LAST_S, END_S = 0.3, 0.3
 """So long the end of a command waits for a last look, and for browsers to be told of it."""
 
 

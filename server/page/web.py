@@ -33,6 +33,8 @@ FILES = {
     "stream.js": "text/javascript",
     "chart.js": "text/javascript",
     "tables.js": "text/javascript",
+    "sites.js": "text/javascript",
+    "words.js": "text/javascript",
 }
 MOST_STREAMS = 50
 BEAT_S = 10.0

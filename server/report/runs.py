@@ -91,7 +91,8 @@ class Run:
     def complete(self) -> bool:
         """Whether the run came to its end: no other enters a mean."""
         ended = self.status.get("status", "finished") == "finished"
-        return self.has_history and ended and self.done >= (self.planned or 0)
+        early = bool(self.status.get("ended"))  # by `[stop]`: that was its end
+        return self.has_history and ended and (early or self.done >= (self.planned or 0))
 
     @property
     def state(self) -> str:

@@ -54,10 +54,11 @@ def differences(folder: RunFolder, experiment: Experiment) -> str:
     """What else is other than in the folder's settings, for an error; "" if nothing or unknown."""
     before, now = _kept(folder), _values(experiment)
     keys = sorted(key for key in before.keys() | now.keys() if before and before.get(key) != now.get(key))
+    free = ("evaluate", "stop", "checkpoint", "tracking")
     told = [
         f"{key} was {shown(before.get(key))} and is {shown(now.get(key))}"
         for key in keys
-        if key not in (*CHANGEABLE, "rounds") and key.split(".")[0] not in ("evaluate", "checkpoint", "tracking")
+        if key not in (*CHANGEABLE, "rounds") and key.split(".")[0] not in free
     ]
     more = f" and {len(told) - 5} more" if len(told) > 5 else ""
     return f". What differs: {', '.join(told[:5])}{more}" if told else ""

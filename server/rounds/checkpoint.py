@@ -38,6 +38,8 @@ class Checkpoint:
     downlink: State
     usual: dict[str, float]
     stands: dict[str, int]
+    facts: str = ""
+    columns_hash: str = ""
 
 
 class Checkpoints:
@@ -72,6 +74,7 @@ class Checkpoints:
             "known": json.dumps(coordinator.known),
             "usual": json.dumps(coordinator.usual),
         } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
+        about |= {key: value for key in ("facts", "columns_hash") if (value := getattr(coordinator, key))}
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -142,8 +145,8 @@ class Checkpoints:
             if identity not in self._identities:
                 raise SettingsError(
                     f"checkpoint {str(path)!r} is of another experiment: its settings have hash {identity}, this "
-                    f"experiment's {self._identities[0]}; only rounds, [evaluate] and [checkpoint] may change, and "
-                    f"deadline, quorum and the like (docs/operate.md){differing}"
+                    f"experiment's {self._identities[0]}; only rounds, [evaluate], [stop] and [checkpoint] may change, "
+                    f"and deadline, quorum and the like (docs/operate.md){differing}"
                 )
             for earlier in sorted(self._folder.glob("*.safetensors")):
                 if (found := read(earlier)) is not None:
@@ -186,5 +189,7 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         parts["downlink"],
         json.loads(about.get("usual", "{}")),
         json.loads(about.get("stands", "{}")),
+        about.get("facts", ""),
+        about.get("columns_hash", ""),
     )
     return checkpoint, about["identity"]

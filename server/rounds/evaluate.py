@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common.errors import RunError, located
+from common.errors import RunError, SettingsError, located
+from common.experiment import StopSettings
 from common.metrics.directions import higher_by_name
 from common.tasks.base import Task
 from common.tasks.scoring import Measured, finite
+from server.rounds.ending import Ending
 from server.rounds.exchange import Exchange
 from server.rounds.prepare import Prepared
-from server.rounds.records import Value
+from server.rounds.records import Record, Value
 from server.rounds.roster import Roster
 from strategies.base import Upload
 from strategies.protocol.acceptance import measured
@@ -54,6 +56,16 @@ class Evaluation:
         self._central = None if experiment.personal.parts or strategy.personal else prepared.task.central()
         auto = "all" if self._central is None or strategy.own_models(experiment) else "none"
         self._clients = auto if self._settings.clients == "auto" else self._settings.clients
+
+    def ending(self, settings: StopSettings, records: Iterable[Record]) -> Ending:
+        """What decides when the run ends. Raises SettingsError where it waits for what is never evaluated."""
+        for key in ("patience", "target"):
+            if (value := getattr(settings, key)) is not None and self._central is None and self._clients == "none":
+                raise SettingsError(
+                    f"stop.{key} = {value!r}: nothing is evaluated in this run; allowed with evaluate.clients = 'all' "
+                    "or 'sampled', or a task with a test set at the server"
+                )
+        return Ending(settings, self.scoring.higher, records)
 
     def due(self, round: int) -> bool:
         """Every so many rounds, and always after the last."""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from operator import itemgetter
+from typing import Any
 
 from flwr.serverapp import Grid
 
@@ -17,6 +18,7 @@ from server.rounds.attempt import Attempt, Attempts, timed
 from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.drops import Drops
+from server.rounds.ending import Finish, told_to_finish
 from server.rounds.evaluate import Evaluation, describe, of_training
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
@@ -27,7 +29,13 @@ from server.rounds.records import Event, Record, unheard
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
+from strategies.protocol.members import Member
 from strategies.registry import cautions, identities, written_out
+
+
+def about_member(member: Member) -> dict[str, Any]:
+    """What the roll's file says of a client: not its sums, which are but parts of columns.json."""
+    return {key: value for key, value in asdict(member).items() if key != "sums"}
 
 
 class Rounds:
@@ -44,8 +52,11 @@ class Rounds:
         stop: Stop = lambda: None,
         strict: bool = True,
         event: Event = unheard,
+        finish: Finish = lambda record: None,
     ) -> None:
+        """`finish`: told of each record, it may end the run."""
         self._event = event
+        self._finish = finish
         self._grid = grid
         self._experiment = prepared.experiment
         self._task = prepared.task
@@ -57,6 +68,8 @@ class Rounds:
         self._stop = stop
         self._strict = strict
         self._evaluation = Evaluation(prepared)
+        self.ended: Record = {}
+        """With `why` it ended before its last round; {} if it did not."""
         self._written = written_out(prepared.strategy, prepared.experiment)
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
@@ -68,7 +81,8 @@ class Rounds:
         self._checkpoints = Checkpoints(folder.checkpoints, known, prepared.experiment.checkpoint.keep)
 
     def run(self, resume: bool = False) -> Record:
-        """Run to the last round; returns the last line of the history, {} if there was nothing to do.
+        """Run to the last round, or until `[stop]` or `finish` ends it before; returns the last line of the history, {}
+        if there was nothing to do.
 
         Raises SettingsError before round 1, RunError when rounds bring no progress, and Stopped if `stop` asked for
         it: then the round in hand is either finished or as if it had never begun.
@@ -81,8 +95,9 @@ class Rounds:
         self._folder.set_status("running", **about)
         self._folder.save_settings(self._written)
         try:
-            if coordinator.round >= self._experiment.rounds:
-                return self._conclude(coordinator)
+            self._ending = self._evaluation.ending(self._experiment.stop, self._folder.history())
+            if coordinator.round >= self._experiment.rounds or self._ending.why:
+                return self._conclude(coordinator, self._ending.why)
             roster = self._roll(coordinator, resume)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
             attempts = Attempts(self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop)
@@ -91,12 +106,17 @@ class Rounds:
             for round in range(coordinator.round + 1, self._experiment.rounds + 1):
                 if self._stop() is not None:
                     raise Stopped
-                self._round(round, attempts)
+                if why := self._round(round, attempts):
+                    return self._conclude(coordinator, why)
             return self._conclude(coordinator)
         finally:
             self._checkpoints.close()
 
-    def _conclude(self, coordinator: Coordinator) -> Record:
+    def _conclude(self, coordinator: Coordinator, why: str = "") -> Record:
+        """Save the model. `why` the run ends before its last round."""
+        if why and coordinator.round < self._experiment.rounds:
+            self.ended = {"round": coordinator.round, "why": why}
+            self._say(f"ended after round {coordinator.round} of {self._experiment.rounds}: {why}")
         self._model.load(coordinator.state["model"], coordinator.buffers)
         self._folder.save_model(self._model.named_tensors())
         return (self._folder.history() or [{}])[-1]
@@ -133,7 +153,7 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
-        coordinator.stands = kept.stands
+        coordinator.stands, coordinator.facts, coordinator.columns_hash = kept.stands, kept.facts, kept.columns_hash
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
@@ -146,12 +166,27 @@ class Rounds:
         settings = self._experiment.round
         named = self._task.names()
         plan = self._task.plan_hash()
-        roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, not named, self._event)
+        census = self._task.census
+        roster = Roster(
+            self._grid,
+            self._experiment,
+            coordinator,
+            plan,
+            self._say,
+            self._stop,
+            not named,
+            self._event,
+            self._task.columns(),
+            census,
+        )
         roster.undecided.show = lambda names: self._folder.amend_status(waiting=names)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
-        if not resume:
-            roster.doubt()
+        agreed = False
+        while not agreed:
+            roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
+            if not resume:
+                roster.doubt()
+            agreed = roster.agree(self._strict)
         trainers = roster.trainers
         if not trainers:
             raise SettingsError("no client on the roll holds a training example")
@@ -159,7 +194,12 @@ class Rounds:
             raise SettingsError(
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
-        self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        if census is not None:
+            if not coordinator.facts:
+                coordinator.facts = roster.settle()
+            census.adopt(coordinator.facts)
+            self._folder.save_facts(coordinator.facts)
+        self._folder.save_roll([about_member(member) for _, member in sorted(roster.members.items())])
         self._machines = Machines(self._folder, self._say, resume)
         self._machines.heed(roster.members)
         if idle := sorted(roster.members.keys() - set(trainers)):
@@ -185,7 +225,8 @@ class Rounds:
                 "model is mostly its own; round.most_share bounds that"
             )
 
-    def _round(self, round: int, attempts: Attempts) -> None:
+    def _round(self, round: int, attempts: Attempts) -> str:
+        """One round, to its line and checkpoint. Returns why the run ends with it, "" if it goes on."""
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
@@ -199,7 +240,7 @@ class Rounds:
         if self._changed:
             record["changed"], self._changed = self._changed, []
         with timed(attempt.seconds, "evaluate"):
-            if self._evaluation.due(round):
+            if self._evaluation.due(round) or self._ending.overdue(time.perf_counter() - started):
                 self._evaluate(record, attempts, attempt)
         record["headline"] = {"metric": self._headline, "higher": self._evaluation.scoring.higher(self._headline)}
         self._drops.tell("upload", round, attempt.dropped, attempt.causes)
@@ -210,9 +251,14 @@ class Rounds:
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
         self._folder.append(record)
         self._tell(record, attempt)
-        if round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds:
+        why = self._ending.heed(record)
+        due = round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds
+        if due or why:
             self._checkpoints.save(coordinator)
         self._show(record)
+        if (asked := told_to_finish(self._finish, record)) and not (due or why):
+            self._checkpoints.save(coordinator)
+        return why or asked
 
     def _evaluate(self, record: Record, attempts: Attempts, attempt: Attempt) -> None:
         """Add what the model of this round is by the metrics, at the server and at clients."""

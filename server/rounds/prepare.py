@@ -17,6 +17,7 @@ from common.seeds import torch_seeded
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
+from server.rounds.ending import target_of
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
 from strategies.registry import settled
@@ -70,6 +71,9 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Participation(experiment).check(names)
+    if experiment.task.options.get("test_file"):
+        task.central()  # a test set that cannot be used shows here, and not where a run begins
+    target_of(experiment.stop)
     rehearse(task, model, names)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
 
@@ -80,6 +84,8 @@ def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
 
     Raises SettingsError. Memory that does not suffice is no fault of the task.
     """
+    if task.census is not None:
+        return  # what its inputs are made of is known after the roll call only
     data = task.central()
     data = data if data is not None and len(data) > 1 else task.client(names[0]).train if names else None
     if data is None or len(data) < 2:

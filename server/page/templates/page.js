@@ -1,45 +1,20 @@
 // What the page knows, and how it is shown. Everything from the server is set as text, never as markup.
 import {Chart} from "./chart.js";
+import {sites} from "./sites.js";
 import {Stream} from "./stream.js";
 import {element, facts, fill, say} from "./tables.js";
+import {four, lasting, moment, size, title, two} from "./words.js";
 
 const $ = id => document.getElementById(id), asks = document.body.dataset.asks === "yes";
 const OVER = ["finished", "failed", "stopped", "lost", "withdrawn"];
 const KINDS = {running: "good", finished: "good", failed: "bad", lost: "bad", stopped: "warn", stopping: "warn"};
-const SHOWN_ROUNDS = 60, order = new Intl.Collator(undefined, {numeric: true}).compare;
+const SHOWN_ROUNDS = 60;
 
 let hello = {}, token = sessionStorage.getItem("token") ?? "", waiting = false;
 const runs = new Map(), here = new Map();
 let key = "", run = blank();
 
 function blank() { return {rounds: [], sites: new Map(), notes: [], state: {}}; }
-
-// --- numbers and times for people
-
-const four = value => value == null ? "–" : Math.abs(value) >= 1e5 ? value.toExponential(3) : value.toFixed(4);
-const two = value => value == null ? "–" : value.toFixed(2);
-
-function size(bytes) {
-  if (bytes == null) return "–";
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let unit = 0;
-  for (; bytes >= 1000 && unit < 4; unit++) bytes /= 1000;
-  return `${bytes.toFixed(unit ? 1 : 0)} ${units[unit]}`;
-}
-
-function lasting(seconds) {
-  if (!(seconds >= 0)) return "";
-  const all = Math.round(seconds), [h, m, s] = [Math.floor(all / 3600), Math.floor(all / 60) % 60, all % 60];
-  return h ? `${h} h ${m} min` : m ? `${m} min ${s} s` : `${s} s`;
-}
-
-function moment(text) {
-  if (!text || text === "now") return {text: text ?? "", title: ""};
-  const at = new Date(/^[\d.]+$/.test(text) ? 1000 * text : text);
-  if (isNaN(at)) return {text, title: ""};
-  const today = at.toDateString() === new Date().toDateString();
-  return {text: today ? at.toLocaleTimeString("en-GB") : at.toLocaleString("sv-SE").slice(0, 16), title: text};
-}
 
 // --- what comes
 
@@ -194,7 +169,7 @@ function show() {
   acts(row);
   queue();
   curves(rounds, state, planned);
-  sites();
+  sites($("sites"), run.sites, here, OVER.includes(status), state.more_sites);
   table(rounds, state);
   $("notes").hidden = !run.notes.length;
   notes();
@@ -221,8 +196,6 @@ function numbers(rounds, state, status, planned, done) {
   ];
 }
 
-function title(metric = "") { return metric.slice(0, 1).toUpperCase() + metric.slice(1).replaceAll("_", " "); }
-
 function acts(row) {
   const found = buttons(key, row), is = found.map(button => button.text).join();
   if ($("buttons").is === is) return;
@@ -248,40 +221,6 @@ function curves(rounds, state, planned) {
   const found = series.map(([, index]) => rounds.filter(p => p[index] != null).map(p => [p[0], p[index]]));
   $("curves").hidden = !found.some(points => points.length);
   charts.forEach((chart, index) => chart.show(series[index][0], found[index], planned));
-}
-
-function sites() {
-  const names = new Set([...run.sites.keys(), ...here.keys()]);
-  const rows = [...names].map(name => {
-    const site = run.sites.get(name), node = here.get(name);
-    const [rank, word, kind, why] = condition(site, node);
-    const seen = node?.status === "online" ? {text: "now"} : moment(node?.status === "offline" && node.seen || site?.seen);
-    const causes = Object.entries(site?.causes ?? {}).map(([cause, count]) => `${cause} ${count}`).join(", ");
-    return {rank, name, cells: [
-      {text: name, kind: "name", title: node ? [node.versions, node.arithmetic, node.device].filter(Boolean).join("\n") : ""},
-      {text: word, pill: kind, title: why}, seen,
-      {text: String(site?.rounds ?? ""), kind: "n"}, {text: String(site?.dropped ?? ""), kind: "n"},
-      {text: String(site?.examples ?? node?.examples ?? ""), kind: "n w"},
-      {text: why && rank < 3 ? `${why}${causes ? ` (${causes})` : ""}` : causes, kind: "long"},
-    ]};
-  });
-  rows.sort((a, b) => a.rank - b.rank || order(a.name, b.name));
-  $("sites").hidden = !rows.length;
-  const wrong = OVER.includes(runs.get(key)?.status) ? 0 : rows.filter(row => row.rank < 3).length;
-  say($("count"), `${rows.length}${wrong ? `, ${wrong} not well` : ""}`);
-  fill($("sites").querySelector("tbody"), rows.map(row => [row.name, row.cells]));
-}
-
-// Rank (the worst first), word, kind and why.
-function condition(site, node) {
-  if (node?.refused) return [0, "refused", "bad", node.refused];
-  const ended = OVER.includes(runs.get(key)?.status);
-  if (!ended && node?.status === "offline") return [1, "away", "warn", site?.why ?? ""];
-  if (site && !["in", "waiting"].includes(site.state)) return [2, site.state, "warn", site.why];
-  if (site?.state === "in") return [5, `in round ${site.last}`, "good", ""];
-  if (node?.status === "registered") return [3, "never came", "", ""];
-  if (node?.status === "offline") return [4, "away", "", ""];
-  return [4, node ? "here" : "waits", "", ""];
 }
 
 function table(rounds, state) {

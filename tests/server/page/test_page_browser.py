@@ -93,7 +93,8 @@ def test_many_rounds_and_sites_on_a_desk_and_on_a_phone(browser: Any, long: Path
         assert ink != back
         assert now.said == []
         assert {url.split("?")[0].removeprefix(page.url) for url in now.asked if not url.startswith("data:")} == {
-            "", "page.css", "page.js", "chart.js", "stream.js", "tables.js", "events",
+            "", "page.css", "page.js", "chart.js", "stream.js", "tables.js", "sites.js", "words.js",
+            "events",
         }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
         assert isinstance(error, SettingsError)
         assert written_out(*settled(other)).identity in str(error)
         assert written_out(*settled(settings)).identity in str(error)
-        assert "only rounds, [evaluate] and [checkpoint] may change" in str(error)
+        assert "only rounds, [evaluate], [stop] and [checkpoint] may change" in str(error)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
