@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.data.examples import Examples
+from common.data.examples import Examples, pick
 from common.metrics.ready import Kind
 from common.models.images import output_layer
 from common.tasks.supervised import DTYPES, Supervised
@@ -55,4 +55,4 @@ class Classification(Supervised):
         return {"loss": loss.detach(), "accuracy": (outputs.argmax(1) == targets).sum()}
 
 
-__all__ = ["DTYPES", "Classification"]
+__all__ = ["DTYPES", "Classification", "pick"]

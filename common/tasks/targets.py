@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -125,8 +126,30 @@ class Targets(Supervised):
         return self._pooled[2]
 
     def central(self) -> Examples | None:
-        """The test examples of the pooled source, or None."""
+        """The examples of `task.test_file`, else the test examples of the pooled source, or None."""
+        if self.settings.test_file is not None:
+            return self._test
         return None if self.absent else self._pooled[1]
+
+    @cached_property
+    def _test(self) -> Examples:
+        """What `task.test_file` names: its test part, if it has one, else all that it holds."""
+        path = find(str(self.settings.test_file), "task.test_file", folders=True)
+        raw = read(path, self.settings, self.shape)
+        inputs, targets = (
+            (raw.test_inputs, raw.test_labels) if raw.test_inputs is not None else (raw.inputs, raw.labels)
+        )
+        test = self._examples(inputs, targets, str(path))
+        self._fit(test, path)
+        return pick(test, drawn(len(test), self.settings.limit, self.seed, "test"))
+
+    def _fit(self, examples: Examples, path: Path) -> None:
+        told = tuple(examples.inputs.shape[1:]), examples.targets.shape[1]
+        if told != (self.shape, self.count):
+            raise SiteError(
+                "data-shape",
+                f"{path}: one example is {told[0]} -> {told[1]}; this run's are {self.shape} -> {self.count}",
+            )
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """A client of the plan or, with `file`, all examples of that site's own file."""
@@ -135,12 +158,7 @@ class Targets(Supervised):
         path = own_file(file, f"file of client {name!r}", folders=True)
         raw: Raw = read(path, self.settings, self.shape)
         own = self._examples(raw.inputs, raw.labels, str(path))
-        told = tuple(own.inputs.shape[1:]), own.targets.shape[1]
-        if told != (self.shape, self.count):
-            raise SiteError(
-                "data-shape",
-                f"{path}: one example is {told[0]} -> {told[1]}; this run's are {self.shape} -> {self.count}",
-            )
+        self._fit(own, path)
         return self.site(name, pick(own, drawn(len(own), self.settings.limit, self.seed, name)))
 
     def model(self) -> nn.Module:

@@ -196,6 +196,16 @@ def test_a_site_brings_a_file_of_its_own(name: str, digits: Path) -> None:
         task.client("site-1", str(other))
 
 
+def test_the_server_may_hold_the_only_test_set(digits: Path) -> None:
+    """Where sites bring their data: all of a file, or its test part; of another shape it is refused."""
+    options = {"shape": [64], "outputs": 4, "test_file": str(digits / "labels.npz")}
+    task = tasks.create(TaskSettings(name="multilabel", **options), PartitionSettings(), 0)
+    assert (task.names(), len(task.central() or ())) == ([], 397)
+    other = tasks.create(TaskSettings(name="multilabel", **options | {"outputs": 3}), PartitionSettings(), 0)
+    with pytest.raises(SettingsError, match=r"one example is \(64,\) -> 4; this run's are \(64,\) -> 3"):
+        other.central()
+
+
 def test_masks_that_do_not_fit_are_named(digits: Path, tmp_path: Path) -> None:
     for kind in ("images", "masks"):
         (tmp_path / kind).mkdir()
