@@ -94,6 +94,11 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
+    @property
+    def kept(self) -> list[int]:
+        """The rounds of the checkpoints that are safely on disk."""
+        return sorted(self._kept)
+
     def asked(self, generation: int) -> dict[str, set[int]]:
         """Name -> the versions of this generation that a run resumed from a kept checkpoint asks a client for."""
         versions: dict[str, set[int]] = {}

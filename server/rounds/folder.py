@@ -20,12 +20,14 @@ from common.vector import State
 from server.rounds.provenance import STARTS_KEPT, now, origin, stamped, unstamped
 from server.rounds.stopping import StopFile
 
-HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS, CELL, FACTS = (
+HISTORY, NOTES, ROLL, SETTINGS, MODEL, BEST, EARLIER, STATUS, CHECKPOINTS, CELL, FACTS = (
     "history.jsonl",
     "notes.log",
     "roll.json",
     "experiment.toml",
     "model.safetensors",
+    "best.safetensors",
+    "best",
     "run.json",
     "checkpoints",
     "cell.json",
@@ -192,10 +194,11 @@ class RunFolder:
         hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
         clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
         `changes` (`server/rounds/changes.py`), `starts` (`note_start`), `headline`, the metric that stands for the run,
-        and `metrics`, of each whether more is better. "finished" has `ended` (round, why) where that was before the
+        and `metrics`, of each whether more is better, and
+        `best` (server/rounds/best.py). "finished" has `ended` (round, why) where that was before the
         last round. `time`: when this was.
         """
-        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics"}
+        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics", "best"}
         lasting |= {"after"} if status != "starting" else set()
         kept = {key: value for key, value in self.status().items() if key in lasting}
         value = {"status": status, "time": now(), **kept, **more}

@@ -14,7 +14,9 @@ from flwr.serverapp import Grid
 from common import vector
 from common.errors import RunError, SettingsError
 from common.tasks.scoring import finite
+from common.vector import State
 from server.rounds.attempt import Attempt, Attempts, timed
+from server.rounds.best import Best
 from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.drops import Drops
@@ -95,7 +97,9 @@ class Rounds:
         self._folder.set_status("running", **about)
         self._folder.save_settings(self._written)
         try:
-            self._ending = self._evaluation.ending(self._experiment.stop, self._folder.history())
+            records = self._folder.history()
+            self._ending = self._evaluation.ending(self._experiment.stop, records)
+            self._best = Best(self._folder, records) if self._experiment.checkpoint.best else None
             if coordinator.round >= self._experiment.rounds or self._ending.why:
                 return self._conclude(coordinator, self._ending.why)
             roster = self._roll(coordinator, resume)
@@ -117,9 +121,12 @@ class Rounds:
         if why and coordinator.round < self._experiment.rounds:
             self.ended = {"round": coordinator.round, "why": why}
             self._say(f"ended after round {coordinator.round} of {self._experiment.rounds}: {why}")
-        self._model.load(coordinator.state["model"], coordinator.buffers)
-        self._folder.save_model(self._model.named_tensors())
+        self._folder.save_model(self._named(coordinator))
         return (self._folder.history() or [{}])[-1]
+
+    def _named(self, coordinator: Coordinator) -> State:
+        self._model.load(coordinator.state["model"], coordinator.buffers)
+        return self._model.named_tensors()
 
     def _fresh(self) -> Coordinator:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
@@ -252,6 +259,8 @@ class Rounds:
         self._folder.append(record)
         self._tell(record, attempt)
         why = self._ending.heed(record)
+        if self._best:
+            self._best.heed(record, lambda: self._named(coordinator), self._checkpoints.kept)
         due = round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds
         if due or why:
             self._checkpoints.save(coordinator)
