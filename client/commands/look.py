@@ -227,7 +227,7 @@ def _memory(session: Session) -> Iterator[Check]:
 
     strategy = settled(session.experiment)[0]
     moments = {"sgd": 1}.get(session.experiment.local.optimizer, 3)
-    vectors = 4 + moments + 2 * len({**strategy.payload, **strategy.survey})
+    vectors = 4 + moments + 2 * len({**strategy.payload, **strategy.survey}) + 3 * strategy.personal
     need = session.model.vector.nbytes * vectors
     if session.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(session.device)[0], str(session.device)
