@@ -264,7 +264,7 @@ def release() -> None:
 
 def _class_counts(examples: Examples) -> str:
     targets = getattr(examples, "targets", None)
-    if targets is None or targets.is_floating_point() or targets.ndim != 1 or not len(targets):
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.ndim != 1 or not len(targets):
         return ""
     if int(targets.min()) < 0 or int(targets.max()) >= MOST_CLASSES:
         return ""  # no class numbers

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from client.policy import Policy
 from common.data.arrays import KEYS, opened
+from common.data.examples import Examples
 from common.data.rows import GROUPS, LABELS, holds_tables
 from common.data.tables import BLANK, ENDINGS, read_table, splits
 from common.data.tokens import PADDING
@@ -220,7 +221,7 @@ def _of_array(name: str, values: NDArray[Any]) -> dict[str, Column]:
 def of_examples(parts: Sequence[Any]) -> tuple[dict[str, Column], int]:
     """The columns of examples as a task holds them: inputs and targets, of its training and evaluation part."""
     held = [part for part in parts if len(part)]
-    if not held or not all(hasattr(part, "inputs") for part in held):
+    if not held or not all(isinstance(part, Examples) for part in held):
         return {}, sum(len(part) for part in held)
     inputs = np.concatenate([part.inputs.cpu().numpy() for part in held])
     targets = np.concatenate([part.targets.cpu().numpy() for part in held])
@@ -228,6 +229,8 @@ def of_examples(parts: Sequence[Any]) -> tuple[dict[str, Column], int]:
         columns = {"x (tokens)": Column("length", (inputs != PADDING).sum(axis=1).astype(np.float64))}
     else:
         columns = _of_array("x", inputs)
-    if targets.ndim == 1:
+    if targets.dtype.kind == "f":
+        columns |= _of_array("y", targets)
+    elif targets.ndim == 1:
         columns["y"] = _label_numbers(targets)
     return columns, len(inputs)

@@ -71,6 +71,8 @@ def located(error: BaseException) -> str:
         return str(error)
     trace, where = error.__traceback__, ""
     while trace is not None:
-        where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        file = trace.tb_frame.f_code.co_filename
+        if "site-packages" not in file:  # where a library was called, not where in it
+            where = f" ({file}:{trace.tb_lineno})"
         trace = trace.tb_next
     return f"{type(error).__name__}: {error}{where}"

@@ -77,6 +77,9 @@ class Task(ABC):
         right over batches and clients alike."""
         return ()
 
+    shifts: bool = False
+    """Whether the clients' data are shifted as `[partition] shift` says."""
+
     metric_kind: Kind = ""
     """What `outputs` are: so that an experiment may name further metrics, see `common.metrics.ready`."""
 

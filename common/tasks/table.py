@@ -26,8 +26,6 @@ from common.data.tables import header
 from common.errors import ExperimentError, MessageError, SettingsError, SiteError
 from common.experiment import PartitionSettings
 from common.models.images import check_network, network
-from common.partition.assignment import Assignment
-from common.partition.make import make_assignment
 from common.settings import Opened, Section, checked
 from common.tasks.classification import Classification
 
@@ -234,17 +232,9 @@ class Table(Classification):
         """The groups of the pooled table's rows, as text."""
         return self._pooled[1]
 
-    @cached_property
-    def assignment(self) -> Assignment:
-        """The partition plan. Where a number is predicted there are no classes to split by."""
-        if not self.numeric:
-            return super().assignment
-        if self.partition.kind in ("dirichlet", "pathological", "shards"):
-            raise SettingsError(
-                f"partition.kind = {self.partition.kind!r} splits by class, and task.predict = 'number' has none; "
-                "allowed: iid, natural, size, quantity, file"
-            )
-        return make_assignment(self.partition, np.zeros(len(self.pool()), np.int64), self.groups(), self.seed)
+    def labels(self) -> NDArray[Any] | None:
+        """The classes; of numbers there are none to split by."""
+        return None if self.numeric else super().labels()
 
     @cached_property
     def _test(self) -> Examples | None:
