@@ -68,14 +68,15 @@ def utf8() -> Encoder:
     return Encoder(lambda texts: [list(text.encode("utf-8", "replace")) for text in texts], BYTES + 1, BYTES)
 
 
-def pretrained(tokenizer: Any, vocabulary: int, length: int) -> Encoder:
-    """A tokenizer of `transformers`; the end-of-text token separates."""
+def pretrained(tokenizer: Any, vocabulary: int, length: int | None) -> Encoder:
+    """A tokenizer of `transformers`; the end-of-text token separates. Texts are cut after `length` tokens, or never."""
+    cut = {} if length is None else {"truncation": True, "max_length": length}
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        given = {"add_special_tokens": False, "truncation": True, "max_length": length}
-        encoded: list[list[int]] = tokenizer(list(texts), return_attention_mask=False, **given)["input_ids"]
+        given = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False, **cut}
+        encoded: list[list[int]] = tokenizer(list(texts), **given)["input_ids"]
         return encoded
 
     return Encoder(encode, vocabulary, int(tokenizer.eos_token_id))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from common.data.grant import granted
-from common.data.hub import reachable
 from common.data.tokens import Encoder, pretrained, utf8, words
 from common.errors import SettingsError
-from common.settings import Opened, Section, shown
+from common.models.transformer import adapted, located, transformers
+from common.settings import Opened, Section
 
 GPT2_ONLY = ("heads", "pretrained", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -79,8 +75,8 @@ def encoder(settings: ModelSettings) -> Encoder:
     if not settings.pretrained:
         return utf8()
     with _transformers(settings) as (library, given):
-        config = library.AutoConfig.from_pretrained(_source(settings), **given)
-        tokenizer = library.AutoTokenizer.from_pretrained(_source(settings), **given)
+        config = library.AutoConfig.from_pretrained(located(settings.pretrained, "task.pretrained"), **given)
+        tokenizer = library.AutoTokenizer.from_pretrained(located(settings.pretrained, "task.pretrained"), **given)
     _check_config(settings, config)
     if tokenizer.eos_token_id is None:
         raise SettingsError(f"task.pretrained = {settings.pretrained!r}: its tokenizer has no end-of-text token")
@@ -170,7 +166,9 @@ def _gpt2(settings: ModelSettings, classes: int, vocabulary: int) -> nn.Module:
         rates = {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate}
         if settings.pretrained:
             given |= {"use_safetensors": True, "num_labels": classes, **rates}
-            whole = library.GPT2ForSequenceClassification.from_pretrained(_source(settings), **given)
+            whole = library.GPT2ForSequenceClassification.from_pretrained(
+                located(settings.pretrained, "task.pretrained"), **given
+            )
         else:
             config = library.GPT2Config(
                 vocab_size=vocabulary,
@@ -184,27 +182,12 @@ def _gpt2(settings: ModelSettings, classes: int, vocabulary: int) -> nn.Module:
                 **rates,
             )
             whole = library.GPT2ForSequenceClassification(config)
-    transformer = _with_adapters(settings, whole.transformer) if settings.lora_rank else whole.transformer
+    transformer: nn.Module = whole.transformer
+    if settings.lora_rank:
+        transformer = adapted(
+            transformer, settings.lora_rank, settings.lora_alpha, settings.lora_dropout, list(settings.lora_targets)
+        )
     return Gpt2(transformer, whole.score)
-
-
-def _with_adapters(settings: ModelSettings, transformer: Any) -> nn.Module:
-    """LoRA (arXiv 2106.09685): W x + (alpha/r) B A x with trainable A (r, in) and B (out, r), all else frozen."""
-    try:
-        import peft  # 3.8 s, and an extra that need not be installed
-    except ImportError as error:
-        raise SettingsError(
-            f"task.lora_rank = {settings.lora_rank} needs peft: install the extra `text`: {error}"
-        ) from None
-    config = peft.LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=list(settings.lora_targets),
-        fan_in_fan_out=True,  # GPT-2's layers hold their weights transposed
-    )
-    adapted: nn.Module = peft.inject_adapter_in_model(config, transformer)
-    return adapted
 
 
 def _check_config(settings: ModelSettings, config: Any) -> None:
@@ -215,41 +198,6 @@ def _check_config(settings: ModelSettings, config: Any) -> None:
         raise SettingsError(f"{what}: it reads {config.n_positions} tokens, task.length = {settings.length} is more")
 
 
-def _source(settings: ModelSettings) -> str:
-    """The folder or the name on the hub that `pretrained` is. Raises Denied for what the site has not granted."""
-    folder = Path(os.path.expanduser(settings.pretrained))
-    if granted().file(settings.pretrained) and folder.is_dir():
-        return str(folder)
-    granted().download(settings.pretrained, f"task.pretrained = {shown(settings.pretrained)}")
-    return settings.pretrained
-
-
-@contextmanager
-def _transformers(settings: ModelSettings) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The library, quiet and without telemetry, with what every loading call is given: no code of others, no network
-    for a folder. Faults become SettingsError."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+def _transformers(settings: ModelSettings) -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
     what = f"task.pretrained = {settings.pretrained!r}" if settings.pretrained else f"task.model = {settings.model!r}"
-    try:
-        import transformers  # 0.7 s, and an extra that need not be installed
-    except ImportError as error:
-        raise SettingsError(f"{what} needs transformers: install the extra `text`: {error}") from None
-    said: Any = transformers.logging
-    level = said.get_verbosity()
-    said.set_verbosity_error()
-    said.disable_progress_bar()
-    local = not settings.pretrained or Path(_source(settings)).is_dir() or not reachable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield transformers, {"trust_remote_code": False, "local_files_only": local}
-    except SettingsError:
-        raise
-    except Exception as error:  # whatever network, hub, cache and file formats raise
-        where = (
-            "from that folder" if Path(_source(settings)).is_dir() else "from the hub or its cache, and is no folder"
-        )
-        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SettingsError(f"{what} cannot be loaded {where}: {cause}") from None
-    finally:
-        said.set_verbosity(level)
+    return transformers(settings.pretrained, what)

@@ -26,6 +26,7 @@ TASKS = {
     "regression": "common.tasks.targets:Regression",
     "multilabel": "common.tasks.targets:Multilabel",
     "segmentation": "common.tasks.segmentation:Segmentation",
+    "causal-lm": "common.tasks.causal:CausalLM",
     "shakespeare": "common.tasks.shakespeare:Shakespeare",
     "text": "common.tasks.text:Text",
     "agnews": "common.tasks.text:AgNews",
