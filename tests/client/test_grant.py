@@ -23,6 +23,7 @@ TEXT = {
     "inputs", "labels", "groups", "test_inputs", "test_labels", "text", "pair", "label", "group", "target",
     "drop", "categories", "standardize",  # columns, arrays
     "classes", "variant", "lora_targets", "parts", "classes_per_client", "name",
+    "model", "config", "frozen",  # of a language model: a kind that transformers knows, numbers, names of parameters
     "metrics", "headline",  # code that `metrics` names is found by the gate: test_scoring.py
 }  # fmt: skip
 """Fields of text that nobody opens: compared with what is there. A new one that names a file is `Opened`."""
@@ -43,7 +44,7 @@ def test_every_field_of_text_is_known() -> None:
     """To name a file, which then is found by the gate, or to be but text."""
     assert {name.rsplit(".")[-1] for name in OTHERS} <= TEXT
     assert {name.split(": ")[-1] for name in OPENED} == {
-        "task.file", "task.test_file", "task.pretrained", "partition.file", *SERVER_ONLY
+        "task.file", "task.test_file", "task.pretrained", "task.tokenizer", "partition.file", *SERVER_ONLY
     }  # fmt: skip
     assert {name.split(": ")[0] for name in OPENED if name.endswith("task.file")} >= {"images", "text", "quadratic"}
 
@@ -163,7 +164,8 @@ def test_downloads_are_by_name() -> None:
     "task",
     [{"name": name, "download": True} for name in ("cifar10", "cifar100", "tinyimagenet", "femnist", "emnist", "mnist")]
     + [{"name": name} for name in ("agnews", "20news", "sst2", "qnli", "qqp", "shakespeare")]
-    + [{"name": "text", "classes": 2, "model": "gpt2", "pretrained": "gpt2"}],
+    + [{"name": "text", "classes": 2, "model": "gpt2", "pretrained": "gpt2"}]
+    + [{"name": "causal-lm", key: "gpt2"} for key in ("pretrained", "tokenizer")],
 )
 def test_no_download_unasked(task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every task that knows of one, before a socket is opened."""

@@ -252,9 +252,13 @@ def experiment_with(name: str, task: str, value: Any) -> dict[str, Any]:
     tables["local"] = {"batch_size": 2, "steps": 1}
     field = name.split(": ")[-1]
     small = {"width": 8, "layers": 1, "heads": 1}
-    if field.endswith("pretrained"):
+    if task == "causal-lm":
+        tables["task"] |= {} if field.endswith("pretrained") else small
+        if "lora_" in field:
+            tables["task"]["lora_rank"] = 1
+    elif field.endswith("pretrained"):
         tables["task"] |= {"model": "gpt2", **({} if value else small)}
-    if "lora_" in field:
+    elif "lora_" in field:
         tables["task"] |= {"model": "gpt2", "lora_rank": 1, **small}
     for key, more in {
         "partition.file": {"partition": {"kind": "file"}},
