@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,13 +94,13 @@ def _of_table(table: Table, columns: Columns, grouped: bool, path: Path) -> Docu
 
 @dataclass(frozen=True)
 class Windows:
-    """tokens   (n, length + 1), filled at the end with PADDING
+    """tokens   (n, length + 1), int16 or int32, filled at the end with PADDING
     starts      (n,) where each begins in all tokens, one stream after the other
     sizes       (n,) how many tokens it has, without the filling
     groups      (n,) its group, or None
     """
 
-    tokens: NDArray[np.int16] | NDArray[np.int32]
+    tokens: NDArray[Any]
     starts: Indices
     sizes: Indices
     groups: NDArray[np.str_] | None
@@ -127,9 +128,7 @@ def windows(documents: Documents, encoder: Encoder, length: int, stride: int) ->
     return Windows(np.concatenate(rows), np.concatenate(starts), np.concatenate(sizes), named)
 
 
-def _joined(
-    coded: list[NDArray[np.int16] | NDArray[np.int32]], groups: NDArray[np.str_] | None, kind: type
-) -> list[tuple[str, NDArray[np.int16] | NDArray[np.int32]]]:
+def _joined(coded: list[NDArray[Any]], groups: NDArray[np.str_] | None, kind: type) -> list[tuple[str, NDArray[Any]]]:
     """Streams by group, sorted: (name, tokens)."""
     if groups is None:
         return [("", np.concatenate([*coded, np.zeros(0, kind)]))]

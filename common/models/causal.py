@@ -128,8 +128,7 @@ def _config(settings: LanguageSettings, encoder: Encoder, library: Any, given: d
 
 def _made(settings: LanguageSettings, encoder: Encoder, library: Any) -> Any:
     """A configuration by the settings' numbers."""
-    known = {kind.model_type for kind in library.MODEL_FOR_CAUSAL_LM_MAPPING}
-    if settings.model not in known:
+    if settings.model not in library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise SettingsError(
             f"task.model = {settings.model!r} is no causal model of transformers {library.__version__}; allowed: gpt2, "
             "llama, gpt_neox, opt, qwen2 and the like, or package.module:Net"

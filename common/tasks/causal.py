@@ -163,8 +163,8 @@ class CausalLM(Supervised):
         held = self._kept(self._windows(path, False), name)
         pairs = apart([np.arange(len(held.starts))], self.partition.holdout, held.starts, held.sizes)
         assert pairs is not None  # alone it shares with nobody
-        own = examples(held)
-        return ClientData(*(pick(own, rows) for rows in pairs[0]))
+        own, (train, evaluate) = examples(held), pairs[0]
+        return ClientData(pick(own, train), pick(own, evaluate))
 
     def model(self) -> nn.Module:
         """Tokens (b, l) -> an output of `transformers` that has logits (b, l, v); one's own may give them alone."""
