@@ -13,6 +13,7 @@ from server.report.contents import Options
 from server.report.export import export
 from server.report.found import find
 from server.report.groups import Group, group
+from server.report.order import ordered
 from server.report.page import page
 from server.report.runs import Run
 
@@ -37,7 +38,7 @@ def write(
     Raises SettingsError for a folder without a history or a page that cannot be written.
     """
     runs = find(folders)
-    groups = group(runs)
+    groups = ordered(group(runs))
     if not groups:
         raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds runs of a tuning only")
     usual = (DEFAULT_TARGET,) if all(one.headline == "accuracy" for one in groups) else ()
