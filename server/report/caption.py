@@ -44,7 +44,7 @@ def caption(groups: Sequence[Group], window: int) -> str:
         " ".join(filter(None, (setting("local.optimizer"), setting("local.lr", "rate {}")))),
         setting("server.lr", "server rate {}"),
         setting("local.batch_size", "batch {}"),
-        setting("local.steps", "{} local steps") or setting("local.epochs", "{} local epochs"),
+        setting("local.steps", "local steps {}") or setting("local.epochs", "local epochs {}"),
         each(lambda run: run.done) + " rounds",
         f"seeds {', '.join(seeds)}" if len(seeds) <= 10 else f"{len(seeds)} seeds",
     ]

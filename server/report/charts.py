@@ -122,7 +122,7 @@ def curves(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if look.paper and len(bands) <= LEGEND:
+    if look.paper and len({style[one.number] for one in groups}) <= LEGEND:
         _legend(figure, groups, style, look)
     ends = "; ".join(f"{one.label} ends at {_last(band):.4g}" for one, band in bands[:16])
     return figure, f"{name} against {label}: {ends}"
@@ -149,6 +149,19 @@ def is_share(groups: Sequence[Group], metric: str) -> bool:
     return bool(len(known) and known.min() >= 0 and known.max() <= 1 and all(run.better(metric) for run in runs))
 
 
+@_looked
+def legend(groups: Sequence[Group], style: Mapping[int, Style], *, look: Look = SCREEN) -> Figure | None:
+    """A legend alone, for charts that have no room for one; None where they have."""
+    if len({style[one.number] for one in groups}) <= LEGEND:
+        return None
+    figure = _figure(look)
+    _legend(figure, groups, style, look)
+    drawn = figure.legends[0]
+    rows = -(-len(drawn.get_texts()) // drawn._ncols)
+    figure.set_size_inches(look.width, (rows * 1.45 * look.font + 6) / 72)
+    return figure
+
+
 def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style], look: Look) -> None:
     """Above the chart, in as many columns as there is width for."""
     from matplotlib.lines import Line2D
@@ -156,17 +169,18 @@ def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style],
     named, items = names_of(groups), {}
     for one in groups:
         found = style[one.number]
-        if found.colored:
-            items[named[one.number]] = Line2D([], [], linewidth=look.line, markersize=4, **_line(found))
-    if len(items) > 1:
-        longest = max(map(len, items))
-        columns = max(1, min(len(items), int(look.width * 72 / (look.font * (0.62 * longest + 3.6)))))
-        legend = figure.legend(
-            items.values(), items, loc="outside upper center", ncols=columns, frameon=False, borderaxespad=0.1,
-            columnspacing=1.0, handlelength=2.2, handletextpad=0.5,
-        )  # fmt: skip
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        name = named[one.number] if found.colored else "others"
+        items[name] = Line2D([], [], linewidth=look.line, markersize=4, **_line(found))
+    if len(items) < 2:
+        return
+    longest = max(map(len, items))
+    columns = max(1, min(len(items), int(look.width * 72 / (look.font * (0.62 * longest + 3.6)))))
+    made = figure.legend(
+        items.values(), items, loc="outside upper center", ncols=columns, frameon=False, borderaxespad=0.1,
+        columnspacing=1.0, handlelength=2.2, handletextpad=0.5,
+    )  # fmt: skip
+    for text in made.get_texts():
+        text.set_parse_math(False)
 
 
 def _line(style: Style) -> dict[str, Any]:

@@ -203,6 +203,7 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
         f"rounds that were run.",
     ]
     rows = in_one_unit(rows, [columns.index("bytes")])
+    rows = rounded(rows, [columns.index(name) for name in ("seconds", "simulated s")])
     return Table("To the target", columns, rows, notes).without_empty()
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.report.groups import Group, question
+from server.report.charts import is_share
+from server.report.groups import Group, point, question
 from server.report.scores import Mean, beyond, final
-from server.report.tables import Cell, Table, plain
+from server.report.tables import DASH, Cell, Table, plain
 
 WILCOXON = 6
 """From so many seeds on Wilcoxon's test can find anything at 5 %: of five its least p is 0.0625."""
@@ -93,26 +94,41 @@ def verdicts(groups: Sequence[Group], window: int) -> list[Verdict]:
     return found
 
 
-def table(groups: Sequence[Group], window: int) -> Table:
+def table(groups: Sequence[Group], window: int, percent: bool = False) -> Table:
     """A row a group: how far it lies from the best of its question over the seeds that both have."""
     rows, seeds = [], set()
+    scale = 100 if percent and all(is_share([one], one.headline) for one in groups) else 1
+    points = " (points)" if scale > 1 else ""
+
+    def signed(value: float, decimals: int) -> str:
+        return f"{value * scale:+.{decimals - (2 if points else 0)}f}"
+
     for (best, _), *others in questions(groups, window):
         for other, _ in others:
             if (found := paired(best, other, window)) is None:
                 continue
             seeds.add(found.n)
-            interval = Cell("–") if found.low is None else Cell(f"{found.low:+.4f} to {found.high:+.4f}", found.low)
+            interval = Cell(DASH)
+            if found.low is not None and found.high is not None:
+                exact, short = (f"{signed(found.low, d)} to {signed(found.high, d)}" for d in (4, 3))
+                interval = Cell(exact, found.low, short=short)
             rows.append(
                 [
-                    Cell(f"{best.label} less {other.label}"),
+                    Cell(_against(best, other)),
                     Cell(str(found.n), found.n),
-                    Cell(f"{found.mean:+.4f}", found.mean, short=f"{found.mean:+.3f}"),
+                    Cell(signed(found.mean, 4), found.mean, short=signed(found.mean, 3)),
                     interval,
                     plain(found.p, "{:.2g}"),
                     plain(found.wilcoxon, "{:.2g}"),
                 ]
             )
-    columns = ("difference to the best", "shared seeds", "mean difference", "95 % interval", "p (paired t)")
+    columns = (
+        "difference to the best",
+        "shared seeds",
+        f"mean difference{points}",
+        f"95 % interval{points}",
+        "p (paired t)",
+    )
     notes = [
         "Of the final headline, seed by seed: runs of one seed have one partition and the same first weights. Interval "
         "and two-sided p by Student's t over the differences, which takes them as drawn from a normal distribution; "
@@ -122,3 +138,10 @@ def table(groups: Sequence[Group], window: int) -> Table:
     if seeds and min(seeds) < FEW:
         notes.append(f"With {min(seeds)} seed{'' if min(seeds) == 1 else 's'} this proves little, whatever p says.")
     return Table("Differences over shared seeds", (*columns, "p (Wilcoxon)"), rows, notes).without_empty()
+
+
+def _against(best: Group, other: Group) -> str:
+    """Both names; what they have in common once."""
+    ending = f" ({point(best.point)})" if best.point else ""
+    first = best.label.removesuffix(ending) if ending and other.label.endswith(ending) else best.label
+    return f"{first} less {other.label}"

@@ -135,7 +135,9 @@ def bold_best(rows: Sequence[Sequence[Cell]], column: int, largest: bool = True)
         return [list(row) for row in rows]
     best = (max if largest else min)(values, key=lambda cell: cell.value or 0.0)
     # Behind a lower bound lies more: what is better than the bound is better than what it stands for.
-    others = [replace(n.mean, deviation=0.0) if n.before else n.mean for c in known if c is not best and (n := c.number)]
+    others = [
+        replace(n.mean, deviation=0.0) if n.before else n.mean for c in known if c is not best and (n := c.number)
+    ]
     if best.number is None or not beyond(best.number.mean, others, largest):
         return [list(row) for row in rows]
     return [
