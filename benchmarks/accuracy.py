@@ -80,7 +80,7 @@ def rows(frame: Any, tuned: dict[str, Any]) -> list[str]:
     lines = []
     for algorithm, runs in frame.groupby("variant", sort=False):
         last = runs.dropna(subset="accuracy").groupby("seed")["accuracy"].apply(lambda values: values[-WINDOW:].mean())
-        own = "*" if REGISTRY[algorithm].personal else ""
+        own = "*" if REGISTRY[algorithm].personal or REGISTRY[algorithm].cls.personal else ""
         rates = " ".join(f"{key.removesuffix('.lr')} {value:g}" for key, value in tuned[algorithm]["winner"].items())
         edge = " †" if tuned[algorithm]["hints"] else ""
         lines.append(f"| `{algorithm}` | {rates}{edge} | {100 * last.mean():.1f} ± {100 * last.std():.1f}{own} |")

@@ -25,6 +25,7 @@ ADAM: dict[str, Any] = {"optimizer": "adam", "lr": LR, "betas": (0.9, 0.99), "bi
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg": ("fedavg", {}),
     "FedAvgM": ("fedavgm", {"server": {"momentum": 0.5}}),
+    "FedExP": ("fedexp", {}),
     "FedProx, mu = 1": ("fedprox", {"mu": 1.0}),
     "FedSAM, rho = 0.5": ("fedsam", {"local": {"sam_rho": 0.5}}),
     "FedLWS": ("fedlws", {}),
@@ -47,6 +48,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "SCAFFOLD-M": ("scaffoldm", {}),
     "PAdaMFed": ("padamfed", {}),
     "FedDyn, alpha = 2": ("feddyn", {"alpha": 2.0}),
+    "FedSpeed, lam = 0.5, rho = 0": ("fedspeed", {"lam": 0.5, "rho": 0.0}),
+    "FedSpeed, lam = 0.5, rho = 0.1": ("fedspeed", {"lam": 0.5}),
+    "FedSplit": ("fedsplit", {}),
     "FA-GC, SGD": ("fagc", {"local": SGD}),
     "FA-GC, Adam": ("fagc", {"local": ADAM}),
     "FA-GC, normalized": ("fagc", {"local": {"optimizer": "normalized", "lr": LR}}),

@@ -11,6 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client.approval.gate import NotApproved, check_approval
+from client.columns import told as told_of_columns
 from client.evaluate import evaluate_client
 from client.memory.versions import ContextMemory
 from client.policy import Denied
@@ -75,10 +76,11 @@ def _roll(head: RollHead, context: Context, stage: list[str]) -> ConfigRecord:
     names = hosted(context, session.task)
     # Flower hands a context's memory to one message at a time.
     in_flight = 1 if isinstance(memory_of(context, session), ContextMemory) else 0
-    policy, data = policy_of(context), str(context.node_config.get("data", ""))
-    reply = session.roll(names, data, shares_labels(context), in_flight)
+    file, policy = str(context.node_config.get("data", "")), policy_of(context)
+    reply = session.roll(names, file, shares_labels(context), in_flight)
+    reply = replace(reply, **told_of_columns(session, head, names, file, policy, trusts(context)))
     if policy.share_schema:
-        reply = replace(reply, data_schema=session.data_schema(names, data, head.run))
+        reply = replace(reply, data_schema=session.data_schema(names, file, head.run))
     for steps in reply.steps:
         policy.check_steps(steps)
         if steps >= 2**63:
@@ -115,12 +117,26 @@ def _statistics(head: StatisticsHead, context: Context, stage: list[str]) -> Sta
     stage[0] = "data"
     names, file = hosted(context, session.task), str(context.node_config.get("data", ""))
     for name in names:
-        found = of_file(Path(file), session.experiment.task.options.get("labels")) if file else None
+        found = of_file(Path(file), _label(session)) if file else None
         if found is None:
             data = session.data(name, file)
             found = of_examples([data.train, data.evaluate])
         told.append(answer(head, *found, policy, own))
     return StatisticsReply(names, told)
+
+
+def _tells_names(context: Context) -> bool:
+    """Whether names of columns may leave this node."""
+    try:
+        return bool(policy_of(context).statistics)
+    except SettingsError:  # of a policy that cannot be read
+        return False
+
+
+def _label(session: Session) -> str | None:
+    """How the experiment calls the column of labels."""
+    options = session.experiment.task.options
+    return next((options[key] for key in ("labels", "target") if key in options), None)
 
 
 @app.train()
@@ -179,7 +195,7 @@ def _guarded(message: Message, context: Context, work: Callable[[list[str], list
 def _reason(error: BaseException, context: Context, where: str, stage: str, whole: str) -> str:
     """What the server is told: all of it on one's own machine, at a site what may leave it."""
     if not trusts(context):
-        return refusal(error, where, stage)
+        return refusal(error, where, stage, names=_tells_names(context))
     reason = clean(whole[:MOST_REASON])
     log.warning("%s: %s", "refused" if isinstance(error, Denied) else "error", line(reason))
     return reason

@@ -44,6 +44,8 @@ CODES = {
     "data-unused": "this task reads no data of a site's own, and it named some (--data)",
     "data-unreadable": "the site's data cannot be read as this experiment asks",
     "data-shape": "the site's data have another shape than this experiment's",
+    "data-columns": "the site's table lacks columns of this experiment's, or has others",
+    "data-cells": "cells of the site's table have no value, are no numbers or none of the declared categories",
     "data-labels": "the site's labels are none of this experiment's classes",
     "task-failed": "task or model cannot be built at this site",
     "evaluation-failed": "the model could not be evaluated by this experiment's metrics at the site",
@@ -60,11 +62,12 @@ _OF_STAGE = {"open": "task-failed", "data": "data-unreadable", "evaluate": "eval
 """Stage -> code of errors that name none."""
 
 
-def refusal(error: BaseException, where: str, stage: str) -> str:
+def refusal(error: BaseException, where: str, stage: str, names: bool = False) -> str:
     """The reason that a site gives; `where` says for what the server asked. What it does not say is logged here, under
-    the same event."""
+    the same event. `names`: those of columns may leave the site."""
     code, event = code_of(error, stage), secrets.token_hex(3)
-    said = str(error) if isinstance(error, Sayable) else f"{CODES[code]}; its log has more"
+    columns = f": it {error.names}" if names and isinstance(error, SiteError) and error.names else ""
+    said = str(error) if isinstance(error, Sayable) else f"{CODES[code]}{columns}; its log has more"
     told = clean(f"{where}: {code}: {said}"[: MOST_REASON - 20]) + f" (event {event})"
     detail = [text for text in (str(getattr(error, "detail", "")), _whole(error)) if text]
     log.warning("%s", line(clean("; ".join([told, *detail]))))

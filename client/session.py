@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class Session:
     """Makes the passes of a round."""
     grant: Grant = EVERYTHING
     """What could be named when it was built."""
+    told: dict[str, str] = field(default_factory=dict)
+    """What each client has told of its data for the task's census: once told, it stays the same."""
     _data: dict[tuple[str, str], ClientData] = field(default_factory=dict)
     _schemas: dict[tuple[str, str], str] = field(default_factory=dict)
     _sound: bool = False
@@ -109,7 +111,8 @@ class Session:
         """A client's examples on the device; loaded once."""
         if (name, file) not in self._data:
             held = self.task.client(name, file or None)
-            self._data[name, file] = ClientData(held.train.to(self.device), held.evaluate.to(self.device), held.steps)
+            train, evaluate = held.train.to(self.device), held.evaluate.to(self.device)
+            self._data[name, file] = replace(held, train=train, evaluate=evaluate)
         return self._data[name, file]
 
     def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
@@ -261,7 +264,7 @@ def release() -> None:
 
 def _class_counts(examples: Examples) -> str:
     targets = getattr(examples, "targets", None)
-    if targets is None or targets.is_floating_point() or targets.ndim != 1 or not len(targets):
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.ndim != 1 or not len(targets):
         return ""
     if int(targets.min()) < 0 or int(targets.max()) >= MOST_CLASSES:
         return ""  # no class numbers

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from client.policy import Policy
 from common.data.arrays import KEYS, opened
+from common.data.examples import Examples
 from common.data.rows import GROUPS, LABELS, holds_tables
-from common.data.tables import ENDINGS, read_table, splits
+from common.data.tables import BLANK, ENDINGS, read_table, splits
 from common.data.tokens import PADDING
 from common.errors import Denied, SettingsError
 from strategies.protocol.sums import MOST_CLASSES, MOST_COLUMNS, ColumnSums, Kind, SiteSums, StatisticsHead, read_asked
@@ -29,7 +30,6 @@ MOST_PARTS = 64
 """A longer vector is one column of all its numbers."""
 MOST_ANSWERS = 60
 """Of one process: whoever asks again and again with other edges learns single values from the differences."""
-BLANK = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 
 _answered: Counter[str] = Counter()
 
@@ -62,6 +62,18 @@ def answer(head: StatisticsHead, columns: Mapping[str, Column], examples: int, p
     """A site's answer, as JSON of `SiteSums`. `own`: asked in a process of the user's own, where no policy hides what
     lies there anyway. Raises Denied if the policy does not allow statistics."""
     check_allowed(policy, own)
+    least = count_answer(policy, own)
+    asked = read_asked(head.asked)
+    told = {
+        name: _sums(name, each, head.step, asked, least, policy.statistics_digits) for name, each in columns.items()
+    }
+    total = examples if examples >= least else 0
+    return SiteSums(examples=total, columns={k: v for k, v in told.items() if v is not None}).model_dump_json()
+
+
+def count_answer(policy: Policy, own: bool) -> int:
+    """Note that one more answer is given; returns the smallest count that may be told in it. Raises Denied if there
+    were too many."""
     if not own:
         _answered["all"] += 1
         if _answered["all"] > MOST_ANSWERS:
@@ -69,13 +81,7 @@ def answer(head: StatisticsHead, columns: Mapping[str, Column], examples: int, p
                 "statistics-denied",
                 f"{MOST_ANSWERS} statistics were answered since this site started: more after a new start",
             )
-    least = (policy.statistics_min_count or 1) if policy.statistics_min_count is not None or own else 10
-    asked = read_asked(head.asked)
-    told = {
-        name: _sums(name, each, head.step, asked, least, policy.statistics_digits) for name, each in columns.items()
-    }
-    total = examples if examples >= least else 0
-    return SiteSums(examples=total, columns={k: v for k, v in told.items() if v is not None}).model_dump_json()
+    return (policy.statistics_min_count or 1) if policy.statistics_min_count is not None or own else 10
 
 
 def _sums(
@@ -215,7 +221,7 @@ def _of_array(name: str, values: NDArray[Any]) -> dict[str, Column]:
 def of_examples(parts: Sequence[Any]) -> tuple[dict[str, Column], int]:
     """The columns of examples as a task holds them: inputs and targets, of its training and evaluation part."""
     held = [part for part in parts if len(part)]
-    if not held or not all(hasattr(part, "inputs") for part in held):
+    if not held or not all(isinstance(part, Examples) for part in held):
         return {}, sum(len(part) for part in held)
     inputs = np.concatenate([part.inputs.cpu().numpy() for part in held])
     targets = np.concatenate([part.targets.cpu().numpy() for part in held])
@@ -223,6 +229,8 @@ def of_examples(parts: Sequence[Any]) -> tuple[dict[str, Column], int]:
         columns = {"x (tokens)": Column("length", (inputs != PADDING).sum(axis=1).astype(np.float64))}
     else:
         columns = _of_array("x", inputs)
-    if targets.ndim == 1:
+    if targets.dtype.kind == "f":
+        columns |= _of_array("y", targets)
+    elif targets.ndim == 1:
         columns["y"] = _label_numbers(targets)
     return columns, len(inputs)

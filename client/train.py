@@ -37,6 +37,8 @@ def open_session(
     session = session_of(head.experiment, context)
     if head.layout != session.model.layout_hash:
         raise MessageError(f"the server's model layout is {head.layout}, this client's {session.model.layout_hash}")
+    if session.task.census is not None:
+        session.task.census.adopt(head.facts)
     if head.client not in hosted(context, session.task):
         raise MessageError(f"this node does not host client {head.client!r}")
     return session

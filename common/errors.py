@@ -34,14 +34,15 @@ class Unfit(SettingsError, Sayable):
 
 
 class SiteError(SettingsError):
-    """Data or a device of a site that do not do. The text stays there; `code` says what it is about."""
+    """Data or a device of a site that do not do. The text stays there; `code` says what it is about. `names`: what may
+    be told of names of columns, where the site lets these out."""
 
-    def __init__(self, code: str, text: str) -> None:
+    def __init__(self, code: str, text: str, names: str = "") -> None:
         super().__init__(text)
-        self.code = code
+        self.code, self.names = code, names
 
-    def __reduce__(self) -> tuple[type[SiteError], tuple[str, str]]:
-        return type(self), (self.code, str(self))
+    def __reduce__(self) -> tuple[type[SiteError], tuple[str, str, str]]:
+        return type(self), (self.code, str(self), self.names)
 
 
 class Denied(Sayable):
@@ -70,6 +71,8 @@ def located(error: BaseException) -> str:
         return str(error)
     trace, where = error.__traceback__, ""
     while trace is not None:
-        where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        file = trace.tb_frame.f_code.co_filename
+        if "site-packages" not in file:  # where a library was called, not where in it
+            where = f" ({file}:{trace.tb_lineno})"
         trace = trace.tb_next
     return f"{type(error).__name__}: {error}{where}"

@@ -281,6 +281,7 @@ class CheckpointSettings(Section):
 
     every: int = Field(1, ge=1)
     keep: int = Field(3, ge=1)
+    best: bool = Field(True, description="keep the model of the best round by the headline, too: best.safetensors")
 
 
 class TrackingSettings(Section):
@@ -304,8 +305,8 @@ class DataSettings(Section):
 UNSEEN = ("checkpoint", "tracking")
 """Sections that touch neither weights nor history: how a run is kept and shown."""
 
-HERE = ("stop", "tracking")
-"""Sections that are the server's affair alone."""
+HERE: dict[str, Any] = {"stop": True, "tracking": True, "checkpoint": {"best"}}
+"""What is the server's affair alone."""
 
 
 class Experiment(Section):
@@ -353,7 +354,7 @@ class Experiment(Section):
 
     def json(self) -> str:  # type: ignore[override]
         """The settings that were set, as JSON text: what travels to clients, whom `HERE` does not concern."""
-        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude=set(HERE))
+        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude=HERE)
         return json.dumps(kept, sort_keys=True)
 
     def portable(self) -> Experiment:

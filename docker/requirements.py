@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 # What a build of torch brings along in versions of its own.
-OF_TORCH = re.compile(r"(torch|triton|nvidia-|cuda-)")
+OF_TORCH = re.compile(r"(torch(vision|audio)?==|triton|nvidia-|cuda-)")
 
 NOT_OF_A_CLIENT = {"flwr-datasets", "matplotlib", "tensorboard", "scikit-learn", "pandas", "jinja2", "greenlet"}
 

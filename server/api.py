@@ -37,7 +37,8 @@ from common.seeds import derive, torch_seeded  # noqa: E402
 from common.settings import checked, tables_of, text_of  # noqa: E402
 from server.compare.plan import Plan, merged  # noqa: E402
 from server.report import frames  # noqa: E402
-from server.rounds.folder import CELL, MODEL, SETTINGS, RunFolder  # noqa: E402
+from server.rounds.ending import Finish  # noqa: E402
+from server.rounds.folder import BEST, CELL, MODEL, SETTINGS, RunFolder  # noqa: E402
 from server.rounds.records import Headline, headline  # noqa: E402
 
 # Imported where used: torch, Flower and pandas take seconds, and who looks at a history needs few of them.
@@ -83,16 +84,44 @@ class Run:
     @cached_property
     def model(self) -> Any:
         """The plain torch module with the final weights, on the CPU."""
+        return self._module(MODEL)
+
+    @cached_property
+    def best(self) -> Any:
+        """The same with the weights of the best round by the headline. Raises SettingsError if none is kept."""
+        return self._module(BEST)
+
+    @property
+    def best_round(self) -> int | None:
+        """Of which round `best` is; None if none is kept."""
+        about = RunFolder(self.folder).status().get("best") or {}
+        return about["round"] if about.get("file") else None
+
+    def _module(self, file: str) -> Any:
         from safetensors.torch import load_file
 
+        if not (self.folder / file).exists():
+            raise SettingsError(f"{str(self.folder)!r} holds no {file}")
         settings = self.settings
         import torch
 
         task = tasks.create(settings.task, settings.partition, settings.seed)
         with torch_seeded(derive(settings.seed, "model"), torch.device("cpu")):
             module = task.model()
-        module.load_state_dict(load_file(self.folder / MODEL))
+        module.load_state_dict(load_file(self.folder / file))
         return module.eval()
+
+    def inputs(self, path: str | Path) -> Any:
+        """The rows of a table as `model` wants them, (n, d): task "table" alone. The target need not be there."""
+        from common.tasks.table import Table  # torch, which who looks at a history does not need
+
+        settings = self.settings
+        task = tasks.create(settings.task, settings.partition, settings.seed)
+        if not isinstance(task, Table):
+            raise SettingsError(f"inputs: task.name = {settings.task.name!r}; allowed: 'table'")
+        if task.census is not None:
+            task.census.adopt(RunFolder(self.folder).facts())
+        return task.inputs(Path(path))
 
     def plot(self, *columns: str) -> Any:
         """Columns of the history against the rounds, by default the headline and the loss; returns matplotlib's
@@ -122,12 +151,16 @@ def simulate(
     workers: int = 1,
     device: str = "cpu",
     progress: bool | None = None,
+    callback: Finish = lambda record: None,
     **overrides: Any,
 ) -> Run:
     """Run an experiment in this process, or its clients in `workers` processes.
 
     `experiment`: a file, tables or settings; `overrides` by dotted key, as in a plan's variants. Without `run_dir` the
     run folder is a temporary one. `progress`: a line that shows the rounds; default: on a terminal and in a notebook.
+    `callback`: called with each round's record (a line of the history) once it is on disk; where it returns True or
+    raises StopIteration the run ends with that round, its model saved, and `resume` goes on with it. Any other
+    exception ends the run as failed and comes through.
 
     Raises SettingsError and RunError.
     """
@@ -135,7 +168,7 @@ def simulate(
     settings = _settings(experiment, overrides)
     path = Path(run_dir) if run_dir is not None else Path(tempfile.mkdtemp(prefix="fedkeel-run-"))
     try:
-        _run(settings, RunFolder(path), run_dir is not None, resume, workers, device, _shown(progress))
+        _run(settings, RunFolder(path), run_dir is not None, resume, workers, device, _shown(progress), callback)
     except BaseException:
         if run_dir is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -230,7 +263,14 @@ def _settings(experiment: str | Path | Tables | Experiment, overrides: Tables) -
 
 
 def _run(
-    settings: Experiment, folder: RunFolder, keep: bool, resume: bool, workers: int, device: str, shown: bool
+    settings: Experiment,
+    folder: RunFolder,
+    keep: bool,
+    resume: bool,
+    workers: int,
+    device: str,
+    shown: bool,
+    finish: Finish,
 ) -> None:
     import torch
 
@@ -242,7 +282,8 @@ def _run(
     log.setLevel(logging.ERROR)  # what simulated clients have to say reaches the server and is told by it
     try:
         with grid(CLIENT_APP, workers, device, folder.path / "memory" if keep else None) as node:
-            run(node, settings, folder, resume=resume, say=_say(shown), show=_show(settings.rounds, shown))
+            show = _show(settings.rounds, shown)
+            run(node, settings, folder, resume=resume, say=_say(shown), show=show, finish=finish)
     finally:
         log.setLevel(level)
         torch.set_num_threads(threads)

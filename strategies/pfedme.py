@@ -65,13 +65,8 @@ class PFedMe(FederatedStrategy):
         load_own(work)
 
     def check(self, experiment: Experiment) -> None:
-        """w must not step over theta, nor theta over w."""
+        """w must not step over theta."""
         local = experiment.local
-        if local.optimizer == "sgd" and not local.momentum and local.lr * self.lam >= 2:
-            raise SettingsError(
-                f"local.lr = {local.lr:g} with strategy.lam = {self.lam:g}: theta would leave w further behind with "
-                f"each step; allowed: local.lr < 2/lam = {2 / self.lam:g}"
-            )
         if self.lam * self.eta > 1:
             raise SettingsError(
                 f"strategy.eta = {self.eta:g} with strategy.lam = {self.lam:g}: w would step beyond theta; allowed: "
@@ -82,3 +77,13 @@ class PFedMe(FederatedStrategy):
                 f"local.proximal_mu = {local.proximal_mu:g} beside strategy.name = 'pfedme', whose term "
                 "is strategy.lam: leave it out"
             )
+
+    def caution(self, experiment: Experiment, steps: int) -> str | None:
+        """Of a rate at which theta leaves w behind with each step, whatever the loss."""
+        local = experiment.local
+        if local.adaptive or local.momentum or local.lr * self.lam < 2:
+            return None
+        return (
+            f"pfedme: local.lr = {local.lr:g} with strategy.lam = {self.lam:g} overshoots: theta leaves w further "
+            f"behind with each step; below 2/lam = {2 / self.lam:g} it need not"
+        )

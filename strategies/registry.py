@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from common.errors import SettingsError, not_one_of
 from common.experiment import Experiment, StrategySettings
 from common.models.mixture import PRIVATE
+from common.own import load
 from common.settings import Section, checked, shown
 from strategies.apfl import APFL
 from strategies.base import FederatedStrategy
@@ -129,6 +130,21 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
+def entry_of(name: str) -> Entry:
+    """The row of a registered algorithm, or one for a class of the user's own, "package.module:Class".
+
+    Raises SettingsError for an unknown name, and Denied where a site allows no such code.
+    """
+    if name in REGISTRY:
+        return REGISTRY[name]
+    if ":" not in name:
+        raise not_one_of("strategy.name", name, [*REGISTRY, "package.module:Class"])
+    found = load(name, "strategy.name", "Class")
+    if not (isinstance(found, type) and issubclass(found, FederatedStrategy)):
+        raise SettingsError(f"strategy.name = {name!r} is no class of an algorithm: strategies.base.FederatedStrategy")
+    return Entry(found, "-")
+
+
 def settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     """The strategy of an experiment, and the experiment with all that its named algorithm implies written out: server
     and local optimizer, options. Only so does a copy of it (sent to clients, written to the run folder) mean the same
@@ -137,9 +153,7 @@ def settled(experiment: Experiment) -> tuple[FederatedStrategy, Experiment]:
     Raises SettingsError for an unknown name or hyperparameter, a wrong value or a pair without meaning.
     """
     name = experiment.strategy.name
-    entry = REGISTRY.get(name)
-    if entry is None:
-        raise not_one_of("strategy.name", name, REGISTRY)
+    entry = entry_of(name)
     if "server" in experiment.strategy.options:
         raise SettingsError("[strategy] server: the server optimizer stands in the table [server]")
     options = dict(entry.options) | experiment.strategy.options
@@ -172,7 +186,7 @@ def written_out(strategy: FederatedStrategy, experiment: Experiment) -> Experime
 def identities(experiment: Experiment) -> tuple[str, ...]:
     """The identity of a settled experiment, and that under which a run of it may have been kept before."""
     strategy = experiment.strategy
-    if REGISTRY[strategy.name].cls not in (FAGC, FANT):
+    if entry_of(strategy.name).cls not in (FAGC, FANT):
         return (experiment.identity,)
     former = StrategySettings(name=strategy.name, **strategy.options, refresh_seed=experiment.seed)
     return experiment.identity, experiment.model_copy(update={"strategy": former}).identity

@@ -57,10 +57,10 @@ def described(experiment: Experiment, shares_labels: bool | None = None) -> list
         "model": _model(whole, size),
         "algorithm": _algorithm(whole),
         "rounds": _rounds(whole),
-        "work a round": _work(whole),
-        "leaves once": _once(shares_labels),
+        "work a round": _work(whole, strategy),
+        "leaves once": _once(shares_labels) + _summed(whole.task),
         "leaves a round": _upload(whole, strategy, size),
-        "leaves beside": _evaluation(whole),
+        "leaves beside": _evaluation(whole, strategy),
         "stays": _stays(whole, strategy),
         "privacy": PRIVACY,
     }
@@ -87,12 +87,14 @@ def _task(task: TaskSettings) -> str:
 def _opens(experiment: Experiment) -> str:
     """What is opened or fetched at this site beside --data, if the policy lets it."""
     options = experiment.task.options
-    files = {key: options[key] for key in ("file", "test_file", "pretrained") if options.get(key)}
+    files = {key: options[key] for key in ("file", "pretrained") if options.get(key)}
     named = [f"task.{key} = {plain(str(value), 100)}" for key, value in files.items()]
     if experiment.partition.file:
         named.append(f"partition.file = {plain(experiment.partition.file, 100)}")
     if experiment.speed.file or experiment.presence.file:
         named.append("files of [speed] and [presence], at the server alone")
+    if options.get("test_file"):
+        named.append("a test set (task.test_file), at the server alone")
     if options.get("download"):
         named.append("a download (task.download)")
     elif experiment.task.name in DATASETS or (experiment.task.name in TASKS and experiment.task.name not in _PLAIN):
@@ -102,7 +104,7 @@ def _opens(experiment: Experiment) -> str:
     return "the site's own data (--data); " + ("; ".join(named) if named else "nothing else")
 
 
-_PLAIN = {"digits", "quadratic", "images", "npz", "text"}
+_PLAIN = {"digits", "quadratic", "images", "npz", "text", "table"}
 """Tasks that name no public data set."""
 
 
@@ -129,10 +131,11 @@ def _rounds(experiment: Experiment) -> str:
     return f"{experiment.rounds:,}; {asked}{more}"
 
 
-def _work(experiment: Experiment) -> str:
+def _work(experiment: Experiment, strategy: Algorithm) -> str:
     local = experiment.local
     passes = f"{local.epochs:,} pass{'es' if local.epochs > 1 else ''} over this site's training examples"
     amount = f"{local.steps:,} step{'s' if local.steps > 1 else ''}" if local.steps else passes
+    amount += f", {strategy.passes} times over" if strategy.passes > 1 else ""
     return f"{amount}, batches of {local.batch_size:,}, {local.threads} CPU thread{'s' if local.threads > 1 else ''}"
 
 
@@ -149,6 +152,14 @@ def _once(shares_labels: bool | None) -> str:
     )
 
 
+def _summed(task: TaskSettings) -> str:
+    """The sums over the site's training data that a run cannot do without."""
+    options = task.options
+    if task.name != "table" or (options.get("standardize") is not True and options.get("missing") != "mean"):
+        return ""
+    return "; this run asks for such sums before round 1: count, mean and deviation of its columns of numbers"
+
+
 def _upload(experiment: Experiment, strategy: Algorithm, size: Size | None) -> str:
     kinds = {**strategy.survey, **strategy.payload, **strategy.expects({})}
     vectors = [name for name, kind in kinds.items() if kind != "scalar"]
@@ -157,21 +168,23 @@ def _upload(experiment: Experiment, strategy: Algorithm, size: Size | None) -> s
     if size is not None:
         count += f", {_mb(len(vectors) * size.bytes)}"
         count += f"; buffers such as BatchNorm's statistics, {_mb(size.buffers)}" if size.buffers else ""
+    if not vectors:
+        count = "nothing of its model: neither weights nor their changes, nor statistics of their layers"
     sent = experiment.compression
-    if sent.up not in ("none", "identity"):
+    if vectors and sent.up not in ("none", "identity"):
         ratio = f", {sent.ratio:g} of the entries" if sent.up in ("top-k", "random-k") else ""
         count += f", before compression ({sent.up}{ratio})"
     numbers = ["number of examples", "number of steps", "mean training loss", "seconds of training", *scalars]
     return f"{count}; numbers: {', '.join(numbers)}"
 
 
-def _evaluation(experiment: Experiment) -> str:
+def _evaluation(experiment: Experiment, strategy: Algorithm) -> str:
     given = experiment.evaluate
     if given.clients == "none":
         return "nothing: no evaluation at sites"
     who = {"auto": "where the server has no test set", "sampled": "if it was drawn", "all": "always"}[given.clients]
     when = "every round" if given.every == 1 else f"every {given.every:,} rounds"
-    model = "its own model" if experiment.personal.active else "the global model"
+    model = "its own model" if strategy.own_models(experiment) else "the global model"
     return (
         f"{when}, {who}: means of {model}'s metrics (loss, accuracy) over this site's evaluation examples, their number"
         + (f"; sums for {', '.join(given.metrics)}" if given.metrics else "")
@@ -183,7 +196,8 @@ def _stays(experiment: Experiment, strategy: Algorithm) -> str:
     memory = {"none": "", "bound": "; what it remembers between rounds", "own": "; what it remembers between rounds"}[
         kind
     ]
-    return f"examples, labels, names of files and columns, single predictions{memory}"
+    own = "; a whole model of its own" if strategy.personal and kind != "none" else ""
+    return f"examples, labels, names of files and columns, single predictions{own}{memory}"
 
 
 def _mb(size: int) -> str:
@@ -205,7 +219,7 @@ def _counted(experiment: Experiment) -> Size:
     options = experiment.task.options
     if options.get("shape") is not None and options.get("classes") is not None:
         options = {key: value for key, value in options.items() if key not in SOURCES} | {"pooled": False}
-    elif experiment.task.name in DATASETS:
+    elif experiment.task.name in (*DATASETS, "table"):
         options = {key: value for key, value in options.items() if key not in SOURCES}
     with granting(NOTHING):
         task = tasks.create(TaskSettings(name=experiment.task.name, **options), PartitionSettings(), experiment.seed)

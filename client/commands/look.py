@@ -40,8 +40,11 @@ ADVICE = {
     "data-missing": "give this site's file or folder as --data",
     "data-unused": "leave out --data, or ask whether this is the experiment that was meant",
     "data-shape": "bring the data into the experiment's shape, or ask for another one",
+    "data-columns": "name the columns as the experiment does (task.inputs, task.target); their order is free",
+    "data-cells": "mend those cells, or ask for task.missing, or for the value among task.categories",
     "data-labels": "number or name the labels as the experiment does (task.classes)",
     "client-unknown": "join under a name that the experiment knows, or give --data",
+    "statistics-denied": "statistics = true in the policy, or ask for task.standardize with given numbers",
     "steps-denied": "raise max_steps of the policy, or ask for fewer local steps",
     "arithmetic": "start join with --portable, and doctor with FEDKEEL_PORTABLE=1 in its environment",
 }
@@ -189,7 +192,9 @@ def _asked(context: Context, experiment: Experiment) -> Iterator[Check]:
 
 def _built(context: Context, experiment: Experiment, stage: list[str]) -> Iterator[Check]:
     """Task, model, data as the task reads them, and one batch."""
-    from client.session import Session, policy_of, shares_labels
+    from client.columns import stand_in, told
+    from client.session import Session, policy_of, shares_labels, trusts
+    from strategies.protocol.messages import RollHead
 
     stage[0] = "task"
     session = Session.of(experiment.json(), context)
@@ -201,6 +206,8 @@ def _built(context: Context, experiment: Experiment, stage: list[str]) -> Iterat
     data = session.data(name, str(config["data"]))
     yield _seen(session, data)
     roll = session.roll([name], str(config["data"]), shares_labels(context), 0)
+    told(session, RollHead(experiment.json(), ""), [name], str(config["data"]), policy_of(context), trusts(context))
+    stand_in(session, [data])
     if not len(data.train):
         advice = "a run takes this site in and never asks it: bring examples, or a smaller partition.holdout"
         yield Check("examples", None, "no training example", advice)
@@ -220,7 +227,7 @@ def _memory(session: Session) -> Iterator[Check]:
 
     strategy = settled(session.experiment)[0]
     moments = {"sgd": 1}.get(session.experiment.local.optimizer, 3)
-    vectors = 4 + moments + 2 * len({**strategy.payload, **strategy.survey})
+    vectors = 4 + moments + 2 * len({**strategy.payload, **strategy.survey}) + 3 * strategy.personal
     need = session.model.vector.nbytes * vectors
     if session.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(session.device)[0], str(session.device)

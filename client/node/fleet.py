@@ -101,6 +101,13 @@ PASSING_S = 60.0
 
 # The server takes a node for gone after two intervals; this is the shortest that it allows.
 _HEARTBEAT_S = float(HEARTBEAT_MIN_INTERVAL)
+ASLEEP_S = 2 * _HEARTBEAT_S
+"""Between two heartbeats, a silence after which the server takes a node for gone."""
+
+
+def awake_s() -> float:
+    """Seconds by a clock that goes on while the machine sleeps, and that nobody sets, where there is such a one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -360,7 +367,16 @@ class Fleet:
     def _send_heartbeats(self) -> None:
         # In time for two tries within the interval. A failure is left to the next call of the main loop.
         request = SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=_HEARTBEAT_S)
+        last = awake_s()
         while not self._left.wait(_HEARTBEAT_S * random.uniform(0.35, 0.45)):
+            asleep, last = awake_s() - last, awake_s()
+            if asleep > ASLEEP_S:
+                log.warning(
+                    "this process did not run for %.0f s: the machine slept, or had no time for it; the server at %s "
+                    "may have taken it for gone meanwhile, and hears of it now",
+                    asleep,
+                    self.address,
+                )
             try:
                 self._stub.SendNodeHeartbeat(request, timeout=5)
             except grpc.RpcError as error:

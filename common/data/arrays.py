@@ -47,6 +47,7 @@ class SourceSettings(Section):
     """Where labelled images or vectors come from and how they are read: the part of `[task]` that readers know."""
 
     file: Opened | None = Field(None, description="a file or folder; relative to the working directory or FEDKEEL_DATA")
+    test_file: Opened | None = Field(None, description="the central test set, read by the server alone")
     inputs: str | None = Field(None, description="array or column of the training inputs; default: the first of KEYS")
     labels: str | None = Field(None, description="array or column of the training labels")
     groups: str | None = Field(None, description="array or column of the training examples' group ids")
@@ -73,6 +74,7 @@ class Pooled:
     groups: NDArray[Any] | None
     classes: int
     names: tuple[str, ...] | None
+    columns: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -95,7 +97,7 @@ def read_npz(path: Path, settings: SourceSettings) -> Raw:
     with opened(path) as file:
         if "train_jpeg_0" in file.files:
             return read_mosaics(file, path)
-        found = {role: take(file, role, settings, path) for role in KEYS}
+        found: dict[str, Any] = {role: take(file, role, settings, path) for role in KEYS}
         return Raw(**found, classes=_declared_classes(file, path))
 
 
@@ -125,7 +127,7 @@ def pool(raw: Raw, settings: SourceSettings, names: tuple[str, ...] | None, sour
         fit(test, shape, classes, f"{source}, test data")
         test = pick(test, drawn(len(test), settings.limit, seed, "test"))
     kept = drawn(len(train), settings.limit, seed, "train")
-    return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes, names)
+    return Pooled(pick(train, kept), test, None if groups is None else groups[kept], classes, names, raw.columns)
 
 
 def take(file: NpzFile, role: str, settings: SourceSettings, path: Path) -> NDArray[Any] | None:

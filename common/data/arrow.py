@@ -17,17 +17,20 @@ Table = dict[str, Column]
 text and everything else are lists."""
 
 
-def arrow_table(table: Any, source: object) -> Table:
-    """The table of a `pyarrow.Table`. A missing value is an error."""
-    return {name: _from_arrow(table.column(name), f"{source}, column {name!r}") for name in table.column_names}
+def arrow_table(table: Any, source: object, blanks: bool = False) -> Table:
+    """The table of a `pyarrow.Table`. A missing value is an error or, with `blanks`, None in a list."""
+    return {name: _from_arrow(table.column(name), f"{source}, column {name!r}", blanks) for name in table.column_names}
 
 
-def _from_arrow(chunks: Any, where: str) -> Column:
+def _from_arrow(chunks: Any, where: str, blanks: bool = False) -> Column:
     import pyarrow as pa  # 30 ms that only tables need
 
     array = pa.concat_arrays(chunks.chunks) if chunks.num_chunks else pa.array([], chunks.type)
     while isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
+    if array.null_count and blanks:
+        held: list[Any] = array.to_pylist()
+        return held
     if array.null_count:
         raise SettingsError(f"{where}, row {array.is_null().to_pylist().index(True)}: no value")
     kind = array.type

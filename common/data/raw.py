@@ -19,3 +19,5 @@ class Raw:
     test_inputs: NDArray[Any] | None = None
     test_labels: NDArray[Any] | None = None
     classes: tuple[str, ...] | int | None = None
+    columns: tuple[str, ...] = ()
+    """Which column each number of an input is, where the inputs are columns side by side."""

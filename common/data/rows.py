@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.data.arrays import KEYS, SourceSettings
+from common.data.columns import difference, listed
 from common.data.image_folder import TESTS, read_images
 from common.data.raw import Raw
 from common.data.tables import ENDINGS, column, read_table, splits
-from common.errors import SettingsError
+from common.errors import SettingsError, SiteError
 
 INPUTS = (*KEYS["inputs"], "image", "img", "pixels", "features", "path", "file", "file_name", "filename")
 LABELS = (*KEYS["labels"], "label", "target", "class", "fine_label", "character", "digit")
@@ -41,30 +42,36 @@ def read_rows(path: Path, settings: SourceSettings, shape: tuple[int, ...] | Non
         raise SettingsError(f"{path} holds the tables {', '.join(held)}; allowed: one, or one called 'train'")
     train = read_table(path, first)
     test = next((name for name in TESTS if name in held and name != first), None)
-    inputs, labels, groups = _columns(train, settings, shape, path)
+    inputs, labels, groups, names = _columns(train, settings, shape, path)
     if test is None:
-        return Raw(inputs, labels, groups)
-    test_inputs, test_labels, _ = _columns(read_table(path, test), settings, shape, path)
-    return Raw(inputs, labels, groups, test_inputs, test_labels)
+        return Raw(inputs, labels, groups, columns=names)
+    test_inputs, test_labels, _, others = _columns(read_table(path, test), settings, shape, path)
+    if told := difference(others, names):
+        raise SiteError(
+            "data-columns", f"{path}: the table {test!r} {told}; the one it is trained on has {listed(names)}"
+        )
+    return Raw(inputs, labels, groups, test_inputs, test_labels, columns=names)
 
 
 def _columns(
     table: dict[str, Any], settings: SourceSettings, shape: tuple[int, ...] | None, path: Path
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, tuple[str, ...]]:
+    """Inputs, labels, groups, and the names of the columns that are the inputs side by side."""
     labels = _flat(column(table, settings.labels, LABELS, "task.labels", path))
     named = [settings.groups] if settings.groups else [name for name in GROUPS if name in table]
     groups = _flat(column(table, named[0], GROUPS, "task.groups", path)) if named else None
     if settings.inputs is None and not any(name in table for name in INPUTS):
         # The label's column is whichever array it came from.
         used = {settings.labels or next(name for name in LABELS if name in table), *named[:1]}
-        return _vectors({name: values for name, values in table.items() if name not in used}, path), labels, groups
+        rest = {name: values for name, values in table.items() if name not in used}
+        return _vectors(rest, path), labels, groups, tuple(rest)
     inputs = column(table, settings.inputs, INPUTS, "task.inputs", path)
     if isinstance(inputs, np.ndarray):
-        return inputs, labels, groups
+        return inputs, labels, groups, ()
     if not all(isinstance(each, str) for each in inputs):
         raise SettingsError(f"{path}: the inputs are {type(inputs[0]).__name__}; allowed: numbers, images, paths")
     base = path if path.is_dir() else path.parent
-    return read_images([base / each for each in inputs], shape, settings.resize), labels, groups
+    return read_images([base / each for each in inputs], shape, settings.resize), labels, groups, ()
 
 
 def _flat(values: Any) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from torch import Tensor
 
 from common.data.examples import Examples
 from common.data.rows import SAVED, holds_tables
@@ -124,7 +125,7 @@ def _of_npz(path: Path) -> Schema:
 def _of_examples(examples: Examples) -> Schema:
     """Of a task of one's own, whose examples are of another kind, nothing."""
     inputs, targets = getattr(examples, "inputs", None), getattr(examples, "targets", None)
-    if inputs is None or targets is None:
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
         return []
     kind = _array_kind(np.dtype(str(inputs.dtype).removeprefix("torch.")))
     if kind == "integer" and inputs.ndim == 2:  # tokens: as long as the longest text

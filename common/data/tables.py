@@ -6,12 +6,13 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
 import random
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,8 @@ from common.errors import SettingsError
 CSV, TSV, JSONL, PARQUET = (".csv", ".csv.gz"), (".tsv", ".tsv.gz"), (".jsonl", ".jsonl.gz"), (".parquet",)
 ENDINGS = (*CSV, *TSV, *JSONL, *PARQUET)
 LONGEST_CELL = 2**27
+BLANK = ("", "na", "n/a", "nan", "null", "none", "?", "-")
+"""What stands in a cell of text, in small letters, that has no value."""
 
 _KINDS: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
@@ -37,27 +40,68 @@ def splits(path: Path) -> list[str]:
     return sorted(_files(path))
 
 
-def read_table(path: Path, split: str | None = None) -> Table:
+def read_table(path: Path, split: str | None = None, only: Collection[str] | None = None) -> Table:
     """Read a table: a file, a folder that `datasets` saved, or the table called `split` in a folder of several.
 
     A CSV file's first line names its columns; a column whose every cell is a number becomes one of numbers. JSON lines
     are objects, all with the same keys. Image columns of data sets are decoded. Nothing is ever unpickled.
+    With `only` those of its columns alone are read, those that the table has, and a cell without a value is no error:
+    its column is then a list, with None or blank text there.
     Raises SettingsError naming the file and the line or column at fault.
     """
     if path.is_dir():
-        return _read_folder(path, split)
+        return _read_folder(path, split, only)
     if split is not None:
         raise SettingsError(f"{path} is one table: it has no split {split!r}")
     if not path.exists():
         raise SettingsError(f"{path}: no such file or folder")
     with _readable(path):
         if path.name.endswith((*CSV, *TSV)):
-            return _read_csv(path, "\t" if path.name.endswith(TSV) else ",")
+            return _read_csv(path, only)
         if path.name.endswith(JSONL):
-            return _read_jsonl(path)
+            return _read_jsonl(path, only)
         if path.name.endswith(PARQUET):
-            return _read_parquet(path)
-    raise SettingsError(f"{path}: no table; allowed: {', '.join(ENDINGS)}, or a folder saved by Hugging Face datasets")
+            return _read_parquet(path, only)
+    raise _no_table(path)
+
+
+def _no_table(path: Path) -> SettingsError:
+    return SettingsError(f"{path}: no table; allowed: {', '.join(ENDINGS)}, or a folder saved by Hugging Face datasets")
+
+
+def header(path: Path, split: str | None = None) -> list[str]:
+    """The names of a table's columns, in its order; `path` and `split` as of `read_table`, and what it raises."""
+    if path.is_dir():
+        chosen = _chosen(path, split)
+        return header(chosen) if isinstance(chosen, Path) else list(chosen.column_names)
+    if not path.exists():
+        raise SettingsError(f"{path}: no such file or folder")
+    with _readable(path):
+        if path.name.endswith((*CSV, *TSV)):
+            with _csv(path) as rows:
+                return _names(path, rows)
+        if path.name.endswith(JSONL):
+            with _opened(path) as file:
+                first = next(((i, line) for i, line in enumerate(file, 1) if line.strip()), None)
+            return list(_json_row(first[1], f"{path}, line {first[0]}")) if first else []
+        if path.name.endswith(PARQUET):
+            return list(_parquet(path).schema_arrow.names)
+    raise _no_table(path)
+
+
+def place(path: Path, row: int) -> str:
+    """Where row `row` (from 0) of a table stands, for an error: the file and its line, where it has lines."""
+    with contextlib.suppress(Exception):  # the file was read before: whatever is wrong now, the row's number serves
+        if path.name.endswith((*CSV, *TSV)):
+            with _csv(path) as rows:
+                next(rows)
+                number = next(itertools.islice((rows.line_num for each in rows if each), row, None))
+                return f"{path}, line {number}"
+        if path.name.endswith(JSONL):
+            with _opened(path) as file:
+                lines = (number for number, line in enumerate(file, 1) if line.strip())
+                return f"{path}, line {next(itertools.islice(lines, row, None))}"
+    return f"{path}, row {row}"
 
 
 def column(table: Table, named: str | None, known: Sequence[str], what: str, source: object) -> Column:
@@ -94,27 +138,41 @@ def _opened(path: Path, newline: str | None = None) -> IO[str]:
     return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
 
 
-def _read_csv(path: Path, delimiter: str) -> Table:
+@contextlib.contextmanager
+def _csv(path: Path) -> Iterator[Any]:
+    """The rows of a CSV or TSV file. Its faults become SettingsError with their line."""
     limit = csv.field_size_limit(LONGEST_CELL)
     try:
         with _opened(path, newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            names = next(reader, [])
-            if not names or len(set(names)) < len(names):
-                raise SettingsError(f"{path}: its first line must name the columns, each once; it is {names}")
-            rows: list[list[str]] = []
-            for row in reader:
-                if row and len(row) != len(names):
-                    raise SettingsError(
-                        f"{path}, line {reader.line_num}: {len(row)} cells; the first line names {len(names)} columns"
-                    )
-                if row:
-                    rows.append(row)
+            reader = csv.reader(file, delimiter="\t" if path.name.endswith(TSV) else ",", strict=True)
+            yield reader
     except csv.Error as error:
         raise SettingsError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
     finally:
         csv.field_size_limit(limit)
-    return {name: _parsed([row[i] for row in rows]) for i, name in enumerate(names)}
+
+
+def _names(path: Path, rows: Any) -> list[str]:
+    names: list[str] = next(rows, [])
+    if not names or len(set(names)) < len(names):
+        raise SettingsError(f"{path}: its first line must name the columns, each once; it is {names}")
+    return names
+
+
+def _read_csv(path: Path, only: Collection[str] | None) -> Table:
+    with _csv(path) as reader:
+        names = _names(path, reader)
+        kept = [(i, name) for i, name in enumerate(names) if only is None or name in only]
+        cells: list[list[str]] = [[] for _ in kept]
+        for row in reader:
+            if row and len(row) != len(names):
+                raise SettingsError(
+                    f"{path}, line {reader.line_num}: {len(row)} cells; the first line names {len(names)} columns"
+                )
+            if row:
+                for held, (i, _) in zip(cells, kept, strict=True):
+                    held.append(row[i])
+    return {name: _parsed(held) for held, (_, name) in zip(cells, kept, strict=True)}
 
 
 def _parsed(cells: list[str]) -> Column:
@@ -128,20 +186,24 @@ def _parsed(cells: list[str]) -> Column:
     return cells
 
 
-def _read_jsonl(path: Path) -> Table:
+def _read_jsonl(path: Path, only: Collection[str] | None) -> Table:
     columns: dict[str, list[Any]] = {}
     numbers: list[int] = []
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 row = _json_row(line, f"{path}, line {number}")
-                columns = columns if numbers else {name: [] for name in row}
-                _same_keys(columns, row, f"{path}, line {number}")
+                if not numbers:
+                    columns = {name: [] for name in row if only is None or name in only}
+                if only is None:
+                    _same_keys(columns, row, f"{path}, line {number}")
                 for name, values in columns.items():
-                    values.append(row[name])
+                    values.append(row.get(name))
                 numbers.append(number)
     if not numbers:
         raise SettingsError(f"{path} is empty: without a line its columns are unknown")
+    if only is not None:
+        return dict(columns)
     return {name: _of_values(values, numbers, path, name) for name, values in columns.items()}
 
 
@@ -190,25 +252,48 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _read_parquet(path: Path) -> Table:
+def _read_parquet(path: Path, only: Collection[str] | None) -> Table:
+    import pyarrow  # 30 ms that only tables need
+
+    file = _parquet(path)
+    names = None if only is None else [name for name in file.schema_arrow.names if name in only]
+    try:
+        table = file.read(columns=names)
+    except pyarrow.ArrowException as error:
+        raise SettingsError(f"{path} cannot be read as parquet: {error}") from None
+    return arrow_table(table, path, blanks=only is not None)
+
+
+def _parquet(path: Path) -> Any:
     import pyarrow  # 30 ms that only tables need
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        return parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise SettingsError(f"{path} cannot be read as parquet: {error}") from None
-    return arrow_table(table, path)
 
 
 # --- folders
 
 
-def _read_folder(path: Path, split: str | None) -> Table:
+def _read_folder(path: Path, split: str | None, only: Collection[str] | None) -> Table:
+    chosen = _chosen(path, split)
+    if isinstance(chosen, Path):
+        return read_table(chosen, None, only)
+    source = path if split is None else f"{path}, split {split!r}"
+    if only is None:
+        return dataset_table(chosen, source)
+    kept = chosen.select_columns([name for name in chosen.column_names if name in only])
+    return arrow_table(kept.with_format("arrow")[:], source, blanks=True)
+
+
+def _chosen(path: Path, split: str | None) -> Any:
+    """The file, or the `datasets.Dataset`, that a folder holds under the name `split`."""
     if _is_dataset(path):
         if split is not None:
             raise SettingsError(f"{path} is one table: it has no split {split!r}")
-        return dataset_table(_load(path), path)
+        return _load(path)
     held: dict[str, Path] | dict[str, Any] = (
         _dataset_dict(path) if (path / "dataset_dict.json").is_file() else _files(path)
     )
@@ -221,8 +306,7 @@ def _read_folder(path: Path, split: str | None) -> Table:
     name = split if split is not None else next(iter(held))
     if name not in held:
         raise SettingsError(f"{path}: no split {name!r}; allowed: {', '.join(sorted(held))}")
-    chosen = held[name]
-    return read_table(chosen) if isinstance(chosen, Path) else dataset_table(chosen, f"{path}, split {name!r}")
+    return held[name]
 
 
 def _is_dataset(path: Path) -> bool:

@@ -8,11 +8,13 @@ from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
 from common.own import cause, load
 from common.tasks.base import Task
+from common.tasks.parts import fitted, taken
 
 # name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
 TASKS = {
     "digits": "common.tasks.digits:Digits",
     "quadratic": "common.tasks.quadratic:Quadratic",
+    "table": "common.tasks.table:Table",
     "images": "common.tasks.images:images",
     "npz": "common.tasks.images:npz",
     "cifar10": "common.tasks.images:cifar10",
@@ -21,6 +23,9 @@ TASKS = {
     "femnist": "common.tasks.images:femnist",
     "emnist": "common.tasks.images:emnist",
     "mnist": "common.tasks.images:mnist",
+    "regression": "common.tasks.targets:Regression",
+    "multilabel": "common.tasks.targets:Multilabel",
+    "segmentation": "common.tasks.segmentation:Segmentation",
     "shakespeare": "common.tasks.shakespeare:Shakespeare",
     "text": "common.tasks.text:Text",
     "agnews": "common.tasks.text:AgNews",
@@ -41,9 +46,10 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     in a function of one's own; Denied, before it is imported, for one that the site has not allowed.
     """
     if settings.name in TASKS:
-        task = resolve_name(TASKS[settings.name])(settings.options, partition, seed)
+        options, parts = taken(settings.options)
+        task = resolve_name(TASKS[settings.name])(options, partition, seed)
         assert isinstance(task, Task)
-        return task
+        return fitted(task, parts)
     if ":" not in settings.name:
         raise not_one_of("task.name", settings.name, [*TASKS, "package.module:function"])
     return _custom(settings, partition, seed)
@@ -61,4 +67,9 @@ def _custom(settings: TaskSettings, partition: PartitionSettings, seed: int) -> 
         raise SettingsError(f"{what} with {settings.options} failed: {cause(error)}") from error
     if not isinstance(task, Task):
         raise SettingsError(f"{what} must return a common.tasks.base.Task; it returned {type(task).__name__}: {task!r}")
+    if partition.shift != "none" and not task.shifts:
+        raise SettingsError(
+            f"partition.shift = {partition.shift!r}: {type(task).__name__} shifts no data; allowed: 'none', or a task "
+            "made of common.tasks.supervised.Supervised"
+        )
     return task

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data.examples import ClientData, Examples
+from common.data.moments import Census
 from common.errors import SettingsError
 from common.experiment import EvaluateSettings
 from common.metrics.metric import Metric
@@ -28,6 +29,9 @@ class Task(ABC):
     """
 
     dtype: torch.dtype = torch.float32
+
+    census: Census | None = None
+    """What must be known of all clients' training data before round 1."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -73,6 +77,9 @@ class Task(ABC):
         right over batches and clients alike."""
         return ()
 
+    shifts: bool = False
+    """Whether the clients' data are shifted as `[partition] shift` says."""
+
     metric_kind: Kind = ""
     """What `outputs` are: so that an experiment may name further metrics, see `common.metrics.ready`."""
 
@@ -101,6 +108,14 @@ class Task(ABC):
     def central(self) -> Examples | None:
         """Test examples held by the server, or None."""
         return None
+
+    def columns(self) -> tuple[str, ...]:
+        """Which column of a site's table each number of an input is; () if there are none, or any will do."""
+        return ()
+
+    def explain(self) -> Mapping[str, str]:
+        """What `check` shows of the data beside the settings: heading -> a line."""
+        return {}
 
     def plan_hash(self) -> str:
         """Hash of the partition plan: equal in every process that holds the same split; "" without one."""

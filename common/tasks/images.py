@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -13,17 +14,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from common.data.arrays import Pooled, SourceSettings, drawn, examples_of, fit, pool
+from common.data.columns import difference, listed
 from common.data.examples import ClientData, Examples, pick
 from common.data.labels import agree, numbered
 from common.data.named_images import DATASETS, load
 from common.data.places import find
 from common.data.places import own as own_file
+from common.data.raw import Raw
 from common.data.sources import read, read_pooled
-from common.errors import SettingsError, not_one_of
+from common.errors import ExperimentError, SettingsError, not_one_of
 from common.experiment import PartitionSettings
 from common.models.augment import crop_flip
 from common.models.images import NORMS, WIDTHS, Model, Norm, check_network, network
-from common.settings import checked
+from common.settings import checked, shown
 from common.tasks.classification import Classification
 
 log = logging.getLogger("common.tasks")
@@ -58,6 +61,11 @@ class Images(Classification):
 
     def __init__(self, name: str, options: dict[str, Any], partition: PartitionSettings, seed: int) -> None:
         """`name`: of a row of `DATASETS`, or "images" for what `task.file` names."""
+        if isinstance(options.get("inputs"), list):
+            raise ExperimentError(
+                f"[task]: inputs = {shown(options['inputs'])}: several columns by name are of task.name = 'table'; "
+                "allowed here: one array or column"
+            )
         self.name, self.source = name, DATASETS.get(name)
         self.settings = checked(ImagesSettings, options, "[task]")
         super().__init__(partition, seed, self.settings.dtype)
@@ -192,8 +200,43 @@ class Images(Classification):
         return self.pooled.groups
 
     def central(self) -> Examples | None:
-        """The test examples of the pooled source, or None."""
+        """The examples of `task.test_file`, else the test examples of the pooled source, or None."""
+        if self.settings.test_file is not None:
+            return self._test
         return None if self.absent else self.pooled.test
+
+    @cached_property
+    def _test_raw(self) -> tuple[Raw, str]:
+        """What `task.test_file` names: its test part, if it has one, else all that it holds."""
+        path = find(str(self.settings.test_file), "task.test_file", folders=True)
+        raw = read(path, self.settings, self.shape)
+        if raw.test_inputs is not None:
+            raw = Raw(raw.test_inputs, raw.test_labels, classes=raw.classes, columns=raw.columns)
+        return raw, str(path)
+
+    @cached_property
+    def _test(self) -> Examples:
+        raw, source = self._test_raw
+        if not self.absent and (told := difference(raw.columns, self.pooled.columns)):
+            raise SettingsError(f"task.test_file: {source} {told}; task.file has {listed(self.pooled.columns)}")
+        test = self._checked(raw, source)
+        return pick(test, drawn(len(test), self.settings.limit, self.seed, "test"))
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the pooled table, else of the test set's, where the inputs are columns side by side."""
+        if self.source is not None:
+            return ()
+        if not self.absent:
+            return self.pooled.columns
+        return () if self.settings.test_file is None else self._test_raw[0].columns
+
+    def _checked(self, raw: Raw, source: str) -> Examples:
+        """What a source holds as examples of this run's shape and classes."""
+        if (names := self.class_names) is not None:
+            agree(raw.labels, raw.classes, names, source)
+        held = examples_of(raw.inputs, numbered(raw.labels, names, source), self.settings.dtype, source)
+        fit(held, self.shape, self.classes, source)
+        return held
 
     def client(self, name: str, file: str | None = None) -> ClientData:
         """A client of the plan or, with `file`, all training examples in that site's own file or folder.
@@ -205,12 +248,9 @@ class Images(Classification):
             return super().client(name)
         path = own_file(file, f"file of client {name!r}", folders=True)
         raw, source = read(path, self.settings, self.shape), str(path)
-        if (names := self.class_names) is not None:
-            agree(raw.labels, raw.classes, names, source)
-        own = examples_of(raw.inputs, numbered(raw.labels, names, source), self.settings.dtype, source)
-        fit(own, self.shape, self.classes, source)
+        own = self._checked(raw, source)
         own = pick(own, drawn(len(own), self.settings.limit, self.seed, name))
-        return self.site(name, own)
+        return replace(self.site(name, own), columns=raw.columns)
 
     def augment(self, batch: Any) -> Any:
         """With `augment` = "crop-flip" random crops and mirror images; see common/models/augment.py."""

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional
 
 from common.data.examples import ClientData, Examples
 from common.data.hub import Corpus, local_table, own_table, read_corpus
@@ -180,15 +179,14 @@ class Shakespeare(Classification):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean cross entropy over the predictions, nats."""
-        logits, targets = self._predicted(model, batch)
-        return functional.cross_entropy(logits, targets)
+        return self.error(*self._predicted(model, batch))
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
         """Sums over the windows of the mean over a window's predictions: cross entropy (nats) and right answers."""
         logits, targets = self._predicted(model, batch)
         weight = len(batch[1]) / max(1, len(targets))
-        loss = functional.cross_entropy(logits, targets, reduction="sum").detach()
-        return {"loss": loss * weight, "accuracy": (logits.argmax(1) == targets).sum() * weight}
+        judged = self.judge(logits, targets)
+        return {"loss": judged["loss"] * weight, "accuracy": (logits.argmax(1) == targets).sum() * weight}
 
     def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits (m, 80) and characters (m,) of all predictions."""

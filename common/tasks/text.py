@@ -17,6 +17,7 @@ from common.data.arrays import drawn
 from common.data.arrow import Column, Table
 from common.data.examples import ClientData, Examples
 from common.data.hub import Corpus, local_table, own_table, read_corpus
+from common.data.places import find
 from common.data.tables import column, read_table, splits
 from common.data.tokens import Encoder
 from common.errors import SettingsError, SiteError
@@ -92,24 +93,30 @@ class Text(Classification):
     # --- where the data are
 
     @cached_property
-    def _tables(self) -> tuple[tuple[Table, str], tuple[Table, str] | None]:
-        """The training table and that of the central test set, each with where it came from."""
+    def _train_table(self) -> tuple[Table, str]:
+        """The training table, and where it came from."""
         if self.corpus is not None:
-            return read_corpus(self.corpus, "train"), read_corpus(self.corpus, "test")
-        given = self._own
-        if given.file is None:
+            return read_corpus(self.corpus, "train")
+        if self._own.file is None:
             raise SettingsError(
                 "task.file is required: a table of texts and labels; without one, task.classes is, and every client "
                 "brings its own file"
             )
-        table, path = local_table(given.file, "task.file")
-        train = table, str(path)
-        if given.test_file is not None:
-            table, other = local_table(given.test_file, "task.test_file", "test")
-            return train, (table, str(other))
-        held = splits(path)
-        part = next((name for name in ("test", "validation") if name in held), None)
-        return train, None if part is None else (read_table(path, part), f"{path}, {part}")
+        table, path = local_table(self._own.file, "task.file")
+        return table, str(path)
+
+    def _test_table(self) -> tuple[Table, str] | None:
+        """The table of the central test set, which the server alone reads: also where clients bring their own."""
+        if self.corpus is not None:
+            return read_corpus(self.corpus, "test")
+        if self._own.test_file is not None:
+            table, other = local_table(self._own.test_file, "task.test_file", "test")
+            return table, str(other)
+        if self._own.file is None:
+            return None
+        path = find(self._own.file, "task.file", folders=True)
+        part = next((name for name in ("test", "validation") if name in splits(path)), None)
+        return None if part is None else (read_table(path, part), f"{path}, {part}")
 
     @property
     def _own(self) -> TextSettings:
@@ -154,7 +161,7 @@ class Text(Classification):
             return [str(i) for i in range(self.corpus.classes)]
         if (given := self._own.classes) is not None:
             return given if isinstance(given, list) else [str(i) for i in range(given)]
-        table, source = self._tables[0]
+        table, source = self._train_table
         labels = np.asarray(column(table, self._own.label, LABELS, "task.label", source))
         if labels.ndim != 1 or labels.dtype.kind not in "iuU" or not len(labels):
             raise SettingsError(f"{source}: labels are {labels.dtype} {labels.shape}; allowed: integers or text (n,)")
@@ -166,11 +173,11 @@ class Text(Classification):
 
     @cached_property
     def _pooled(self) -> tuple[Examples, NDArray[Any] | None]:
-        return self._examples(*self._tables[0], "train")
+        return self._examples(*self._train_table, "train")
 
     @cached_property
     def _test(self) -> Examples | None:
-        test = self._tables[1]
+        test = self._test_table()
         return None if test is None else self._examples(*test, "test")[0]
 
     def _examples(self, table: Table, source: str, purpose: str) -> tuple[Examples, NDArray[Any] | None]:
@@ -191,7 +198,7 @@ class Text(Classification):
 
     def central(self) -> Examples | None:
         """The test set, or None."""
-        return None if self.absent else self._test
+        return self._test
 
     @property
     def absent(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -109,6 +111,46 @@ def token_of(file: Path | None = None) -> str:
     if file is None:
         return os.environ.get(TOKEN, "").strip()
     return text_of(file, "token file").strip()
+
+
+Connect = Callable[[], Any]
+"""Gives a `server.deploy.control.Control`."""
+Link = Annotated[str, typer.Option("--superlink", metavar="HOST:PORT", help="The SuperLink's control address.")]
+Ca = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="The authority it is signed by.")]
+_ASKS = {
+    "superlink": (Link, "127.0.0.1:8000"),
+    "ca": (Ca, None),
+    "insecure": (Insecure, False),
+    "token_file": (TokenFile, None),
+}
+
+
+def asks_superlink(command: Callable[..., None]) -> Callable[..., None]:
+    """A command's parameter `connect`, of type `Connect`, on its command line: which SuperLink is asked, and as whom.
+
+    `connect()` raises SettingsError for options that do not fit. Errors end the command as `errors` says.
+    """
+
+    @functools.wraps(command)
+    def asking(*, superlink: str, ca: Path | None, insecure: bool, token_file: Path | None, **own: Any) -> None:
+        def connect() -> Any:
+            from server.deploy import federation  # as LinkOptions, half a second that `--help` does without
+            from server.deploy.superlink import LinkOptions
+
+            return federation.running_link(superlink, ca, LinkOptions(insecure=insecure), token_of(token_file))
+
+        with errors():
+            command(connect=connect, **own)
+
+    hints = get_type_hints(command, include_extras=True)
+    kept = [each for name, each in inspect.signature(command).parameters.items() if name != "connect"]
+    given = {each.name: (hints[each.name], each.default) for each in kept} | _ASKS
+    only = inspect.Parameter.KEYWORD_ONLY
+    signature = [inspect.Parameter(name, only, default=each[1], annotation=each[0]) for name, each in given.items()]
+    asking.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    asking.__annotations__ = {name: kind for name, (kind, _) in given.items()}
+    del asking.__wrapped__
+    return asking
 
 
 @contextmanager

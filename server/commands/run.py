@@ -297,3 +297,6 @@ def _conclude(folder: RunFolder, display: Viewer) -> None:
     if history:
         plot = curves({folder.path.name: history}, folder.path / "curves.png")
         display.say(summary(history, folder.path, plot))
+        best = folder.status().get("best") or {}
+        if best.get("file") and best["round"] != history[-1]["round"]:
+            display.say(f"best {best['metric']} {best['value']:.4f} after round {best['round']}: {best['file']}")

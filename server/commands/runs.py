@@ -5,177 +5,146 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from common.settings import printable
-from server.commands.options import Grace, Insecure, TokenFile, errors, note, token_of
+from server.commands.options import Connect, Grace, asks_superlink, errors, note
 from server.deploy.users import Role
 from server.rounds.stopping import GRACE_S
-
-if TYPE_CHECKING:
-    from server.deploy.control import Control
 
 # Imported where used: Flower takes half a second, and `--help` needs none of it.
 
 runs = typer.Typer(no_args_is_help=True, help="The runs behind a SuperLink, and those that wait for their turn.")
 users = typer.Typer(no_args_is_help=True, help="Who may use a SuperLink's control port (`--users`), and for what.")
 
-Link = Annotated[str, typer.Option("--superlink", metavar="HOST:PORT", help="The SuperLink's control address.")]
-Ca = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="The authority it is signed by.")]
 Json = Annotated[bool, typer.Option("--json", help="The answer as JSON.")]
 Run = Annotated[str, typer.Argument(help="Its id, its place in the queue (q3) or its name.")]
 UsersPath = Annotated[Path, typer.Option("--file", dir_okay=False, help="The users file.")]
-HERE = "127.0.0.1:8000"
-
-
-def _control(superlink: str, ca: Path | None, insecure: bool, token_file: Path | None) -> Control:
-    from server.deploy import federation
-    from server.deploy.superlink import LinkOptions
-
-    return federation.running_link(superlink, ca, LinkOptions(insecure=insecure), token_of(token_file))
 
 
 @runs.command("list", epilog="Example: python -m server runs list --superlink 127.0.0.1:8000")
+@asks_superlink
 def runs_list(
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
+    connect: Connect,
     as_json: Json = False,
 ) -> None:
     """What waits, what goes on and what has ended."""
-    with errors():
-        found = _control(superlink, ca, insecure, token_file).ask("GET", "/fedkeel/v1/runs")
-        if as_json:
-            _print(found, "experiment")
-            return
-        columns = ("run", "queue", "name", "status", "round", "since", "owner", "folder")
-        _table(columns, [[r["id"], r["queue"], r["name"], _status(r), _round(r), *_who(r)] for r in found])
+    found = connect().ask("GET", "/fedkeel/v1/runs")
+    if as_json:
+        _print(found, "experiment")
+        return
+    columns = ("run", "queue", "name", "status", "round", "since", "owner", "folder")
+    _table(columns, [[r["id"], r["queue"], r["name"], _status(r), _round(r), *_who(r)] for r in found])
 
 
 @runs.command("show", epilog="Example: python -m server runs show first")
+@asks_superlink
 def runs_show(
+    connect: Connect,
     run: Run,
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """One run: its settings, its last rounds, why clients were dropped."""
-    with errors():
-        found = _control(superlink, ca, insecure, token_file).ask("GET", f"/fedkeel/v1/runs/{_quoted(run)}")
-        if as_json:
-            _print(found)
-            return
-        console = Console(highlight=False)
-        for key in ("id", "queue", "name", "status", "since", "owner", "folder", "error"):
-            if found[key]:
-                console.print(f"{key:8} {found[key]}", markup=False)
-        rows = [
-            [
-                str(line["round"]),
-                f"{len(line['accepted'])} of {len(line['sampled'])}",
-                "; ".join(f"{name}: {why}" for name, why in line["dropped"].items()),
-                "; ".join(f"{c['key']} {c['from']} -> {c['to']}" for c in line.get("changed", [])),
-            ]
-            for line in found["rounds_done"]
+    found = connect().ask("GET", f"/fedkeel/v1/runs/{_quoted(run)}")
+    if as_json:
+        _print(found)
+        return
+    console = Console(highlight=False)
+    for key in ("id", "queue", "name", "status", "since", "owner", "folder", "error"):
+        if found[key]:
+            console.print(f"{key:8} {found[key]}", markup=False)
+    rows = [
+        [
+            str(line["round"]),
+            f"{len(line['accepted'])} of {len(line['sampled'])}",
+            "; ".join(f"{name}: {why}" for name, why in line["dropped"].items()),
+            "; ".join(f"{c['key']} {c['from']} -> {c['to']}" for c in line.get("changed", [])),
         ]
-        _table(("round", "accepted", "dropped", "changed"), rows)
-        for name, causes in sorted(found["causes"].items()):
-            told = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items()))
-            console.print(f"{name}: {told}", markup=False)
-        for note in found["notes"]:
-            console.print(note, markup=False)
-        console.print(f"\n{found['settings']}", markup=False)
+        for line in found["rounds_done"]
+    ]
+    _table(("round", "accepted", "dropped", "changed"), rows)
+    for name, causes in sorted(found["causes"].items()):
+        told = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items()))
+        console.print(f"{name}: {told}", markup=False)
+    for line in found["notes"]:
+        console.print(line, markup=False)
+    console.print(f"\n{found['settings']}", markup=False)
 
 
 @runs.command("stop", epilog="Example: python -m server runs stop first")
+@asks_superlink
 def runs_stop(
+    connect: Connect,
     run: Run,
     grace: Grace = GRACE_S,
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
 ) -> None:
     """Stop a run as SIGTERM does: its round is finished or void, and it can be resumed. Or take it out of the queue."""
-    with errors():
-        control = _control(superlink, ca, insecure, token_file)
-        found = control.ask("POST", f"/fedkeel/v1/runs/{_quoted(run)}/stop", {"grace_s": grace})
-        typer.echo(f"{found['name']}: {found['status']}")
+    control = connect()
+    found = control.ask("POST", f"/fedkeel/v1/runs/{_quoted(run)}/stop", {"grace_s": grace})
+    typer.echo(f"{found['name']}: {found['status']}")
 
 
 @runs.command("resume", epilog="Example: python -m server runs resume first --experiment first.toml")
+@asks_superlink
 def runs_resume(
+    connect: Connect,
     run: Run,
     experiment: Annotated[Path | None, typer.Option(help="Other settings, as far as they may change.")] = None,
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
 ) -> None:
     """Put a run that was stopped or failed into the queue: it goes on from its newest checkpoint."""
-    with errors():
-        control = _control(superlink, ca, insecure, token_file)
-        found = control.ask(
-            "POST", f"/fedkeel/v1/runs/{_quoted(run)}/resume", {"experiment": _text(experiment) if experiment else ""}
-        )
-        typer.echo(f"{found['name']} waits as {found['queue']}")
+    control = connect()
+    found = control.ask(
+        "POST", f"/fedkeel/v1/runs/{_quoted(run)}/resume", {"experiment": _text(experiment) if experiment else ""}
+    )
+    typer.echo(f"{found['name']} waits as {found['queue']}")
 
 
 @runs.command("queue", epilog="Example: python -m server runs queue first.toml second.toml")
+@asks_superlink
 def runs_queue(
+    connect: Connect,
     experiments: Annotated[list[Path], typer.Argument(metavar="EXPERIMENT.toml...", help="In this order.")],
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run, for one experiment; default: runs/<name> at the SuperLink.")
     ] = None,
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
 ) -> None:
     """Let experiments run one after another, or side by side as far as the SuperLink's --at-once allows.
 
     They are the SuperLink's from then on: this command ends at once, and a restart of the SuperLink forgets none.
     """
-    with errors():
-        from common.errors import SettingsError
-        from server.rounds.prepare import deployable, prepare
+    from common.errors import SettingsError
+    from server.rounds.prepare import deployable, prepare
 
-        if run_dir and len(experiments) > 1:
-            raise SettingsError(f"--run-dir {str(run_dir)!r} is of one run, and {len(experiments)} were given")
-        texts = []
-        for path in experiments:  # all or none
-            settings = _experiment(path)
-            deployable(prepare(settings))
-            texts.append(settings.toml())
-        control = _control(superlink, ca, insecure, token_file)
-        for text in texts:
-            body = {"experiment": text, "folder": str(run_dir.resolve()) if run_dir else ""}
-            found = control.ask("POST", "/fedkeel/v1/queue", body)
-            typer.echo(f"{found['name']} waits as {found['queue']}")
+    if run_dir and len(experiments) > 1:
+        raise SettingsError(f"--run-dir {str(run_dir)!r} is of one run, and {len(experiments)} were given")
+    texts = []
+    for path in experiments:  # all or none
+        settings = _experiment(path)
+        deployable(prepare(settings))
+        texts.append(settings.toml())
+    control = connect()
+    for text in texts:
+        body = {"experiment": text, "folder": str(run_dir.resolve()) if run_dir else ""}
+        found = control.ask("POST", "/fedkeel/v1/queue", body)
+        typer.echo(f"{found['name']} waits as {found['queue']}")
 
 
+@asks_superlink
 def sites(
-    superlink: Link = HERE,
-    ca: Ca = None,
-    insecure: Insecure = False,
-    token_file: TokenFile = None,
+    connect: Connect,
     as_json: Json = False,
 ) -> None:
     """The sites of a SuperLink: who is here, when the others were last, how they compute, why one is refused."""
-    with errors():
-        found = _control(superlink, ca, insecure, token_file).ask("GET", "/fedkeel/v1/sites")
-        if as_json:
-            _print(found)
-            return
-        columns = ("name", "status", "seen", "examples", "versions", "arithmetic", "schema", "refused")
-        _table(columns, [["" if s[key] is None else str(s[key]) for key in columns] for s in map(_marked, found)])
+    found = connect().ask("GET", "/fedkeel/v1/sites")
+    if as_json:
+        _print(found)
+        return
+    columns = ("name", "status", "seen", "examples", "versions", "arithmetic", "schema", "refused")
+    _table(columns, [["" if s[key] is None else str(s[key]) for key in columns] for s in map(_marked, found)])
 
 
 @users.command("add", epilog="Example: python -m server users add alice --role submit")

@@ -128,6 +128,8 @@ def check(experiment: File) -> None:
         typer.echo(written_out(prepared.strategy, prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
+        for heading, line in prepared.task.explain().items():
+            typer.echo(f"# {heading}: {line}")
 
 
 def partition(

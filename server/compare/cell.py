@@ -22,7 +22,7 @@ from common.files import write_atomically
 from server.app import run
 from server.engines.grid import CLIENT_APP, grid
 from server.engines.workers import Answer
-from server.rounds.folder import CELL, RunFolder
+from server.rounds.folder import CELL, CHECKPOINTS, EARLIER, RunFolder
 
 Outcome = dict[str, str]
 """What became of a cell: its run's `status`, or the `error` that ended it."""
@@ -62,8 +62,8 @@ def serve(job: Job) -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what only a resumed run needs: client memory and checkpoints."""
-    for name in ("memory", "checkpoints"):
+    """Remove what only a resumed run needs: client memory, checkpoints, and what was best before the best."""
+    for name in ("memory", CHECKPOINTS, EARLIER):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

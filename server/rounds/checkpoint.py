@@ -38,6 +38,8 @@ class Checkpoint:
     downlink: State
     usual: dict[str, float]
     stands: dict[str, int]
+    facts: str = ""
+    columns_hash: str = ""
 
 
 class Checkpoints:
@@ -72,6 +74,7 @@ class Checkpoints:
             "known": json.dumps(coordinator.known),
             "usual": json.dumps(coordinator.usual),
         } | ({"stands": json.dumps(coordinator.stands)} if coordinator.stands else {})
+        about |= {key: value for key in ("facts", "columns_hash") if (value := getattr(coordinator, key))}
         tensors = {f"state/{k}": v for k, v in coordinator.state.items()}
         tensors |= {f"buffers/{k}": v for k, v in coordinator.buffers.items()}
         tensors |= {f"copies/{k}": v for k, v in coordinator.copies.items()}
@@ -90,6 +93,11 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.shutdown()
+
+    @property
+    def kept(self) -> list[int]:
+        """The rounds of the checkpoints that are safely on disk."""
+        return sorted(self._kept)
 
     def asked(self, generation: int) -> dict[str, set[int]]:
         """Name -> the versions of this generation that a run resumed from a kept checkpoint asks a client for."""
@@ -186,5 +194,7 @@ def read(path: Path) -> tuple[Checkpoint, str] | None:
         parts["downlink"],
         json.loads(about.get("usual", "{}")),
         json.loads(about.get("stands", "{}")),
+        about.get("facts", ""),
+        about.get("columns_hash", ""),
     )
     return checkpoint, about["identity"]

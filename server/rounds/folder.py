@@ -20,15 +20,18 @@ from common.vector import State
 from server.rounds.provenance import STARTS_KEPT, now, origin, stamped, unstamped
 from server.rounds.stopping import StopFile
 
-HISTORY, NOTES, ROLL, SETTINGS, MODEL, STATUS, CHECKPOINTS, CELL = (
+HISTORY, NOTES, ROLL, SETTINGS, MODEL, BEST, EARLIER, STATUS, CHECKPOINTS, CELL, FACTS = (
     "history.jsonl",
     "notes.log",
     "roll.json",
     "experiment.toml",
     "model.safetensors",
+    "best.safetensors",
+    "best",
     "run.json",
     "checkpoints",
     "cell.json",
+    "columns.json",
 )
 
 
@@ -170,6 +173,16 @@ class RunFolder:
         write_atomically(self.path / MODEL, save(tensors))
         return self.path / MODEL
 
+    def save_facts(self, facts: str) -> None:
+        """Mean and deviation by column, as the run learned them before round 1: whoever uses the model needs them."""
+        write_atomically(self.path / FACTS, json.dumps(json.loads(facts), indent=1).encode())
+
+    def facts(self) -> str:
+        """What `save_facts` wrote; "" if nothing was."""
+        with suppress(FileNotFoundError):
+            return json.dumps(json.loads((self.path / FACTS).read_text("utf-8")))
+        return ""
+
     def save_roll(self, members: list[dict[str, Any]]) -> None:
         """Who was on the roll before round 1, with numbers of examples, class counts (if shared) and versions."""
         write_atomically(self.path / ROLL, json.dumps(members, indent=1).encode())
@@ -181,10 +194,11 @@ class RunFolder:
         hash of the partition, `initial`, the hash of the weights before round 1, and `arithmetic`, how server and
         clients compute; the last three over resumes, too, and with them `claim`, for which command it runs (`claimed`),
         `changes` (`server/rounds/changes.py`), `starts` (`note_start`), `headline`, the metric that stands for the run,
-        and `metrics`, of each whether more is better. "finished" has `ended` (round, why) where that was before the
+        and `metrics`, of each whether more is better, and
+        `best` (server/rounds/best.py). "finished" has `ended` (round, why) where that was before the
         last round. `time`: when this was.
         """
-        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics"}
+        lasting = {"initial", "plan", "arithmetic", "claim", "changes", "starts", "headline", "metrics", "best"}
         lasting |= {"after"} if status != "starting" else set()
         kept = {key: value for key, value in self.status().items() if key in lasting}
         value = {"status": status, "time": now(), **kept, **more}

@@ -7,13 +7,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from operator import itemgetter
+from typing import Any
 
 from flwr.serverapp import Grid
 
 from common import vector
 from common.errors import RunError, SettingsError
 from common.tasks.scoring import finite
+from common.vector import State
 from server.rounds.attempt import Attempt, Attempts, timed
+from server.rounds.best import Best
 from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.drops import Drops
@@ -28,7 +31,13 @@ from server.rounds.records import Event, Record, unheard
 from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
+from strategies.protocol.members import Member
 from strategies.registry import cautions, identities, written_out
+
+
+def about_member(member: Member) -> dict[str, Any]:
+    """What the roll's file says of a client: not its sums, which are but parts of columns.json."""
+    return {key: value for key, value in asdict(member).items() if key != "sums"}
 
 
 class Rounds:
@@ -88,7 +97,9 @@ class Rounds:
         self._folder.set_status("running", **about)
         self._folder.save_settings(self._written)
         try:
-            self._ending = self._evaluation.ending(self._experiment.stop, self._folder.history())
+            records = self._folder.history()
+            self._ending = self._evaluation.ending(self._experiment.stop, records)
+            self._best = Best(self._folder, records) if self._experiment.checkpoint.best else None
             if coordinator.round >= self._experiment.rounds or self._ending.why:
                 return self._conclude(coordinator, self._ending.why)
             roster = self._roll(coordinator, resume)
@@ -110,9 +121,12 @@ class Rounds:
         if why and coordinator.round < self._experiment.rounds:
             self.ended = {"round": coordinator.round, "why": why}
             self._say(f"ended after round {coordinator.round} of {self._experiment.rounds}: {why}")
-        self._model.load(coordinator.state["model"], coordinator.buffers)
-        self._folder.save_model(self._model.named_tensors())
+        self._folder.save_model(self._named(coordinator))
         return (self._folder.history() or [{}])[-1]
+
+    def _named(self, coordinator: Coordinator) -> State:
+        self._model.load(coordinator.state["model"], coordinator.buffers)
+        return self._model.named_tensors()
 
     def _fresh(self) -> Coordinator:
         # The name of a run tells its clients' memories from those of every other run of the same experiment.
@@ -146,7 +160,7 @@ class Rounds:
             kept.downlink,
         )
         coordinator.known, coordinator.accepted = kept.known, kept.accepted
-        coordinator.stands = kept.stands
+        coordinator.stands, coordinator.facts, coordinator.columns_hash = kept.stands, kept.facts, kept.columns_hash
         coordinator.generation, coordinator.round, coordinator.usual = kept.generation, kept.round, kept.usual
         why = "".join(f"; {each}" for each in self._checkpoints.passed_over)
         self._say(f"resuming after round {kept.round}{why}")
@@ -159,12 +173,27 @@ class Rounds:
         settings = self._experiment.round
         named = self._task.names()
         plan = self._task.plan_hash()
-        roster = Roster(self._grid, self._experiment, coordinator, plan, self._say, self._stop, not named, self._event)
+        census = self._task.census
+        roster = Roster(
+            self._grid,
+            self._experiment,
+            coordinator,
+            plan,
+            self._say,
+            self._stop,
+            not named,
+            self._event,
+            self._task.columns(),
+            census,
+        )
         roster.undecided.show = lambda names: self._folder.amend_status(waiting=names)
         count = settings.wait_for or len(named) or settings.sample or 1
-        roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
-        if not resume:
-            roster.doubt()
+        agreed = False
+        while not agreed:
+            roster.wait(count, settings.deadline_s, self._strict, named if count == len(named) else ())
+            if not resume:
+                roster.doubt()
+            agreed = roster.agree(self._strict)
         trainers = roster.trainers
         if not trainers:
             raise SettingsError("no client on the roll holds a training example")
@@ -172,7 +201,12 @@ class Rounds:
             raise SettingsError(
                 f"round.sample = {settings.sample}: only {len(trainers)} clients on the roll hold training examples"
             )
-        self._folder.save_roll([asdict(member) for _, member in sorted(roster.members.items())])
+        if census is not None:
+            if not coordinator.facts:
+                coordinator.facts = roster.settle()
+            census.adopt(coordinator.facts)
+            self._folder.save_facts(coordinator.facts)
+        self._folder.save_roll([about_member(member) for _, member in sorted(roster.members.items())])
         self._machines = Machines(self._folder, self._say, resume)
         self._machines.heed(roster.members)
         if idle := sorted(roster.members.keys() - set(trainers)):
@@ -225,6 +259,8 @@ class Rounds:
         self._folder.append(record)
         self._tell(record, attempt)
         why = self._ending.heed(record)
+        if self._best:
+            self._best.heed(record, lambda: self._named(coordinator), self._checkpoints.kept)
         due = round % self._experiment.checkpoint.every == 0 or round == self._experiment.rounds
         if due or why:
             self._checkpoints.save(coordinator)

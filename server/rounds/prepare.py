@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,9 +10,10 @@ from importlib.util import find_spec
 import torch
 
 from common import tasks
-from common.errors import SettingsError
+from common.errors import SettingsError, located
 from common.experiment import Experiment
 from common.model import FlatModel, build, matrix_slots
+from common.seeds import torch_seeded
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
@@ -69,8 +71,41 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
             f"speed.kind = 'uniform' draws epochs and local.steps = {experiment.local.steps} fixes steps; leave one out"
         )
     Participation(experiment).check(names)
+    if experiment.task.options.get("test_file"):
+        task.central()  # a test set that cannot be used shows here, and not where a run begins
     target_of(experiment.stop)
+    rehearse(task, model, names)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
+
+
+def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
+    """One step on two examples, where this process has some, forward and backward: what cannot work is told once, with
+    its file and line, before anybody has waited for it. The model stays as it is.
+
+    Raises SettingsError. Memory that does not suffice is no fault of the task.
+    """
+    if task.census is not None:
+        return  # what its inputs are made of is known after the roll call only
+    data = task.central()
+    data = data if data is not None and len(data) > 1 else task.client(names[0]).train if names else None
+    if data is None or len(data) < 2:
+        return
+    module, buffers = model.module, [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+    try:
+        with torch_seeded(0, torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will say them
+            module.train()
+            loss = task.loss(module, task.augment(data.batch(torch.arange(2))))
+            if isinstance(loss, torch.Tensor) and loss.ndim == 0:  # of anything else the roll call tells
+                loss.backward()  # type: ignore[no-untyped-call]
+    except MemoryError:
+        pass
+    except Exception as error:
+        raise SettingsError(f"the model cannot learn from this task's examples: {located(error)}") from error
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
+        model.whole_gradient.zero_()
 
 
 def deployable(prepared: Prepared) -> Prepared:

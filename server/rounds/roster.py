@@ -11,17 +11,19 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from common.arithmetic import describe
+from common.data.moments import Census
 from common.deploy.keys import fingerprint_or
 from common.errors import RunError, SettingsError
 from common.experiment import Experiment
 from common.flower import versions
+from server.rounds.agreement import by_columns, columns_of, differing, told_at_home, usual_columns
 from server.rounds.exchange import Exchange, pause_after
 from server.rounds.records import Event, unheard
 from server.rounds.stopping import Stop, heed
 from server.rounds.waiting import Waiting
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member, implausible, members_of, notices, roll_messages
-from strategies.protocol.messages import DENIED, Refused, Undecided
+from strategies.protocol.messages import DENIED, Refused, Undecided, hash_of_columns
 
 POLL_S = 0.05
 SAY_S, MOST_NAMED = 3.0, 10
@@ -43,9 +45,15 @@ class Roster:
         stop: Stop = lambda: None,
         own_data: bool = False,
         event: Event = unheard,
+        columns: Sequence[str] = (),
+        census: Census | None = None,
     ) -> None:
-        """`own_data`: sites bring examples of their own, which nobody here has counted."""
+        """`own_data`: sites bring examples of their own, which nobody here has counted; `columns`, where this side
+        knows them: those of their tables; `census`: what is asked of each before round 1."""
         self._event = event
+        self._columns = tuple(columns)
+        coordinator.columns_hash = coordinator.columns_hash or hash_of_columns(coordinator.run, self._columns)
+        self._census = census
         self.members: dict[str, Member] = {}
         self.in_flight: dict[int, int] = {}
         self._grid = grid
@@ -197,12 +205,13 @@ class Roster:
                     raise SettingsError(str(error)) from None
                 self._refuse(online[node], error)
 
-    def _refuse(self, info: NodeInfo, error: Refused) -> None:
+    def _refuse(self, info: NodeInfo, error: Refused, told: str = "") -> None:
+        """`told`: what the site hears of it, if not all of it is for the site."""
         self._refused[info.node_id] = str(error)
         self._event("refused", error.kind, site=info.name, key=_key(info), why=str(error))
         self._say(f"refused node {info.node_id}{f' of {info.name!r}' if info.name else ''}: {error}")
         if _stamp(info):
-            self._notify({info.node_id: f"refused: {error}"})
+            self._notify({info.node_id: f"refused: {told or error}"})
 
     def tell(self, dropped: Mapping[str, str]) -> None:
         """Let sites know why their client's upload was dropped: otherwise all that they see is silence."""
@@ -224,6 +233,42 @@ class Roster:
                 self._coordinator.dismiss(self._remove(node))
                 self._refuse(online[node], Refused("examples", why))
 
+    def agree(self, strict: bool) -> bool:
+        """Whether all on the roll learn from the same columns, in the same order; the fewer ones are refused, and told.
+
+        From then on whoever joins must have these. Raises SettingsError where nobody can say who is right and, with
+        `strict`, for any that differ.
+        """
+        coordinator, groups = self._coordinator, by_columns(self.members.values())
+        if coordinator.columns_hash or not groups:
+            return True
+        coordinator.columns_hash = right = usual_columns(groups)
+        if len(groups) == 1:
+            return True
+        reference = columns_of(groups[right])
+        others = [member for schema, members in groups.items() if schema != right for member in members]
+        for member in others if not strict else others[:1]:
+            error = Refused("columns", differing(member, reference, len(groups[right])))
+            if strict:
+                raise SettingsError(str(error))
+            info = self._online().get(member.node)
+            coordinator.dismiss(self._remove(member.node))
+            if info is not None:
+                self._refuse(info, error, f"columns: {told_at_home(member, reference, len(groups[right]))}")
+        return False
+
+    def settle(self) -> str:
+        """What the run learned of all training data, for `Coordinator.facts`; "" if the task asks for nothing."""
+        if self._census is None:
+            return ""
+        told = {name: member.sums for name, member in self.members.items() if member.examples}
+        if silent := sorted(name for name, text in told.items() if self._census.silent(text)):
+            shown = ", ".join(silent[:MOST_NAMED]) + (", ..." if len(silent) > MOST_NAMED else "")
+            self._say(
+                f"warning: means and deviations are without columns of {shown}: too few values for the site's policy"
+            )
+        return self._census.settle(told)
+
     def _call(self, nodes: Iterable[int]) -> dict[int, Message]:
         deadline = min(ROLL_CALL_S, self._experiment.round.deadline_s)
         messages = self._questions(nodes, deadline)
@@ -232,7 +277,8 @@ class Roster:
         return {int(name): reply for name, reply in exchange.run(by_name, deadline).items()}
 
     def _questions(self, nodes: Iterable[int], ttl_s: float) -> list[Message]:
-        return roll_messages(self._experiment, self._coordinator.run, nodes, ttl=ttl_s)
+        run, facts = self._coordinator.run, self._coordinator.facts
+        return roll_messages(self._experiment, run, nodes, ttl_s, self._columns, facts)
 
     def _enter(self, info: NodeInfo, reply: Message) -> None:
         node = info.node_id
@@ -252,6 +298,8 @@ class Roster:
             if member.versions != (own := versions()):
                 self._say(f"warning: client {name} runs {member.versions}, the server {own}: last bits may differ")
         known = self._coordinator.known | {member.name: member.examples for member in members}
+        for member in members:
+            self._vet(member)
         for member in members if self._doubts else ():
             if why := implausible(member.name, known):
                 raise Refused("examples", why)
@@ -263,6 +311,18 @@ class Roster:
             self._event("joined", site=member.name, key=_key(info), node=node, **about)
         self.in_flight[node] = in_flight
         self._nodes[node] = _stamp(info)
+
+    def _vet(self, member: Member) -> None:
+        """Refuse other columns than the run's, and sums that cannot be."""
+        right = self._coordinator.columns_hash
+        if right and member.columns_hash and member.columns_hash != right:
+            raise Refused("columns", differing(member, self._columns or None, 0))
+        if self._census is None or self._coordinator.facts:
+            return
+        try:
+            self._census.check(member.sums, member.examples)
+        except SettingsError as error:
+            raise Refused("sums", f"client {member.name!r} told {error}") from None
 
 
 def _key(info: NodeInfo) -> str:

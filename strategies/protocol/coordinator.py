@@ -45,9 +45,10 @@ class Coordinator:
     trackers); `accepted` name -> last accepted round of this generation; `keep` name -> versions that kept checkpoints
     may ask for; `stands` name -> the examples with which its trackers still stand in the averages, where that is
     another number than `known`; `grown` name -> examples before and now, of those that changed and were not told of
-    yet; `usual` the largest median norm so far of each vector that clients send; `order` that of the last
-    messages; `assigned` what each client was assigned in them, `bounds` the most steps that it was asked for (0: any
-    number). Whether a reply is taken is decided in `acceptance.py`.
+    yet; `usual` the largest median norm so far of each vector that clients send; `facts` what the run learned of all
+    clients' data before round 1 (`Task.census`), `columns_hash` that of their tables' columns, "" where there are none;
+    `order` that of the last messages; `assigned` what each client was assigned in them, `bounds` the most steps that it
+    was asked for (0: any number). Whether a reply is taken is decided in `acceptance.py`.
     """
 
     strategy: Algorithm
@@ -68,6 +69,8 @@ class Coordinator:
     generation: int = 1
     round: int = 0
     order: int = 0
+    facts: str = ""
+    columns_hash: str = ""
     assigned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -216,6 +219,7 @@ class Coordinator:
                         epochs=budgets[member.name].epochs,
                         steps=budgets[member.name].steps,
                         part=self.part(member.name),
+                        facts=self.facts,
                     ),
                     rest if member.name in holders else whole,
                     buffers,
@@ -248,6 +252,7 @@ class Coordinator:
                         self.layout,
                         self.generation,
                         self.accepted.get(member.name, 0),
+                        self.facts,
                     ),
                     state,
                     buffers,

@@ -66,6 +66,8 @@ class FlowerLoop:
                     raise SettingsError(f"client {member.name!r} is here twice, on nodes {node} and {member.node}")
         if not any(member.examples for member in members.values()):
             raise RunError("no client answered the roll call")
+        if task.census is not None:
+            coordinator.facts = task.census.settle({m.name: m.sums for m in members.values() if m.examples})
         coordinator.admit(members.values())
         return cls(coordinator, members, Scoring(task, model.module, experiment.evaluate))
 

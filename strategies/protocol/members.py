@@ -48,6 +48,12 @@ class Member:
     labels: str = ""
     arithmetic: str = ""
     """How it computes, a line; "" of a client from before it was told."""
+    columns_hash: str = ""
+    """Hash of the columns of its site's own table, "" if it brings none."""
+    columns: str = ""
+    """Their names, a JSON list, where the site lets them out."""
+    sums: str = ""
+    """What it tells for the task's census."""
     data_schema: str = ""
     """A hash of what its data look like; "" where it is not told."""
 
@@ -60,9 +66,11 @@ def sample(seed: int, round: int, attempt: int, names: Iterable[str], count: int
     return sorted(random.Random(derive(seed, "sample", round, attempt)).sample(ordered, count))
 
 
-def roll_messages(experiment: Experiment, run: str, nodes: Iterable[int], ttl: float) -> list[Message]:
-    """One roll call for each node."""
-    head = RollHead(experiment.json(), run)
+def roll_messages(
+    experiment: Experiment, run: str, nodes: Iterable[int], ttl: float, columns: Sequence[str] = (), facts: str = ""
+) -> list[Message]:
+    """One roll call for each node. `columns` and `facts`: as of `RollHead`, what is known of them."""
+    head = RollHead(experiment.json(), run, columns=json.dumps(columns) if columns else "", facts=facts)
     return [
         Message(RecordDict({HEAD: write_head(head)}), dst_node_id=node, message_type=MessageType.QUERY, ttl=ttl)
         for node in nodes
@@ -95,7 +103,9 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         raise Undecided(answer.state, next(iter(answer.names), ""))
     if answer.error:
         raise Refused("roll call failed", answer.error)
-    lengths = {len(part) for part in (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels)}
+    sums = answer.sums or [""] * len(answer.names)
+    parts = (answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, sums)
+    lengths = {len(part) for part in parts}
     if len(lengths) != 1:
         raise Refused("malformed", f"roll of clients {str(answer.names[:5])[:200]}: lists of different lengths")
     for name, count in Counter(answer.names).items():
@@ -123,13 +133,23 @@ def members_of(node: int, reply: Message, layout: str, plan: str) -> tuple[list[
         )
     if plan and answer.plan and answer.plan != plan:
         raise Refused("plan", f"{who} split the data as {answer.plan[:12]!r}, the server as {plan[:12]!r}")
-    columns = zip(answer.names, answer.examples, answer.evaluation, answer.steps, answer.labels, strict=True)
-    schema = answer.data_schema if re.fullmatch("[0-9a-f]*", answer.data_schema) else ""
-    about = answer.device, answer.versions
+    if answer.columns and (names_of(answer.columns) is None or not answer.columns_hash):
+        raise Refused("malformed", f"{who} says that its columns are {answer.columns[:100]!r}")
+    data_schema = answer.data_schema if re.fullmatch("[0-9a-f]*", answer.data_schema) else ""
+    alike = {key: getattr(answer, key) for key in ("device", "versions", "arithmetic", "columns_hash", "columns")}
     return [
-        Member(name, node, examples, evaluation, steps, *about, labels, answer.arithmetic, schema)
-        for name, examples, evaluation, steps, labels in columns
+        Member(name, node, examples, evaluation, steps, labels=labels, sums=told, data_schema=data_schema, **alike)
+        for name, examples, evaluation, steps, labels, told in zip(*parts, strict=True)
     ], answer.in_flight
+
+
+def names_of(text: str) -> list[str] | None:
+    """The names of columns that a site told as JSON; None if they are none."""
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _class_counts(text: str) -> bool:

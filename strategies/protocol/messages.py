@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
+from common.data.moments import MOST_TEXT as MOST_CENSUS
 from common.errors import MessageError
 from common.experiment import Experiment
 from common.seeds import derive
@@ -40,6 +42,8 @@ MOST_WORD = 200
 """Letters of any other text of a client, where its field says nothing else."""
 MOST_LABELS = 1 << 16
 """Letters of a client's class counts."""
+MOST_COLUMNS = 1 << 17
+"""Letters of the names of a client's columns, as JSON."""
 MOST_CLIENTS = 100_000
 """Entries of a list in a client's answer."""
 MOST_METRICS = 1000
@@ -124,6 +128,8 @@ class TrainHead:
     part: float = field(default=1.0, metadata=LATER)
     """The part of this client's own trackers that the server's averages hold, in units of its present share: not 1 from
     when its number of examples changed until an upload of its is accepted; see `Coordinator.admit`."""
+    facts: str = field(default="", metadata=LATER)
+    """What the run learned of all clients' data before round 1 (`Task.census`); "" if there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,8 @@ class EvaluateHead:
     layout: str
     generation: int = 0
     accepted: int = 0
+    facts: str = field(default="", metadata=LATER)
+    """As of TRAIN."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,11 @@ class RollHead:
     run: str
     notice: str = field(default="", metadata=LATER)
     """Not a roll call, but why this node was refused or its client's last upload dropped. No answer is needed."""
+    columns: str = field(default="", metadata=LATER)
+    """JSON list of the columns that a table of this run has, in order, where the server knows them: a site whose table
+    has others says so, and its log says which."""
+    facts: str = field(default="", metadata=LATER)
+    """As of TRAIN. Where there are some, a client that joins is not asked for its own sums any more."""
 
 
 class Answer:
@@ -176,6 +189,12 @@ class RollReply(Answer):
     state: str = field(default="", metadata=LATER)
     """`WAITING` or `DENIED` beside `error`: the site has not approved the run. Of such an answer `names` alone holds
     anything."""
+    columns_hash: str = field(default="", metadata=LATER)
+    """`hash_of_columns` the columns of the site's own table; "" if it brings none."""
+    columns: str = field(default="", metadata={**LATER, "most": MOST_COLUMNS})
+    """JSON list of their names, where the site's policy lets these out."""
+    sums: list[str] = field(default_factory=list, metadata={"most": MOST_CENSUS})
+    """What each client tells for `Task.census`; [] where nothing was asked."""
     data_schema: str = field(default="", metadata={**LATER, "most": 64})
     """A short hash of what the node's data look like, as `common.data.schema` makes it; "" where the site does not tell
     it."""
@@ -213,6 +232,12 @@ class Reply:
     sums: dict[str, list[float]] = field(default_factory=dict)
     """Of an evaluation: the sums of each metric that is no mean."""
     bytes: int = 0
+
+
+def hash_of_columns(run: str, columns: Sequence[str]) -> str:
+    """A hash of columns by name and order, another one in each run; "" of none. Whoever guesses all of them can see
+    that the guess is right."""
+    return hashlib.sha256(json.dumps([run, *columns]).encode()).hexdigest()[:16] if columns else ""
 
 
 def undecided(head: ConfigRecord | None) -> str:

@@ -35,7 +35,7 @@ from server.rounds import roster, waiting
 from server.rounds.folder import RunFolder
 from strategies.protocol.messages import DENIED, HEAD, WAITING, RollHead, Undecided, outline, write_head
 from strategies.protocol.sums import StatisticsHead
-from strategies.registry import settled
+from strategies.registry import REGISTRY, settled
 from tests.support import patience
 from tests.support.faults import ran, run, toy
 from tests.support.patience import until
@@ -339,6 +339,24 @@ def test_any_experiment_can_be_described(options: dict[str, Any], monkeypatch: p
 
 
 # --- the file
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_of_every_algorithm_it_is_told_what_leaves_and_whose_model_is_evaluated(name: str) -> None:
+    """Each vector by its name, or that there is none; how often the local work is gone through; its own model where it
+    has one."""
+    strategy, experiment = settled(toy(name, evaluate={"clients": "all"}))
+    lines = dict(words.described(experiment))
+    kinds = {**strategy.survey, **strategy.payload}
+    if kinds:
+        assert all(vector in lines["leaves a round"] for vector in kinds)
+        assert not lines["leaves a round"].startswith("0")
+    else:
+        assert lines["leaves a round"].startswith("nothing of its model")
+    own = strategy.own_models(experiment)
+    assert ("means of its own model's metrics" in lines["leaves beside"]) == own
+    assert ("2 times over" in lines["work a round"]) == (strategy.passes == 2)
+    assert ("a whole model of its own" in lines["stays"]) == (strategy.personal and strategy.memory == "own")
 
 
 def test_the_file_is_private_and_whole(tmp_path: Path) -> None:

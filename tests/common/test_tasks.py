@@ -68,7 +68,7 @@ def test_an_unknown_task_names_the_allowed() -> None:
     [
         ({"name": "digits", "hiden": 3}, r"\[task\]: hiden = 3: unknown key; allowed here: dtype, model, hidden"),
         ({"name": "digits", "dtype": "float16"}, r"\[task\]: dtype = 'float16': .*'float32' or 'float64'"),
-        ({"name": "npz", "fil": "a"}, r"\[task\]: fil = 'a': unknown key; allowed here: file, inputs"),
+        ({"name": "npz", "fil": "a"}, r"\[task\]: fil = 'a': unknown key; allowed here: file, test_file, inputs"),
         ({"name": "npz"}, "task.file is required"),
         ({"name": "quadratic", "file": "a", "rows": 1}, r"rows = 1: unknown key; allowed here: file, dtype"),
         ({"name": "quadratic"}, r"\[task\]: file = .*Field required"),

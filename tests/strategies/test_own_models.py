@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,9 +30,9 @@ from common.vector import sha256
 from server.rounds.records import personal
 from strategies.protocol.members import sample
 from strategies.protocol.messages import TrainHead
-from strategies.registry import REGISTRY, settled
+from strategies.registry import REGISTRY, cautions, settled
 from tests.strategies.test_personal import SIZES, Groups, Residual, settings
-from tests.support.faults import FaultyGrid, ran
+from tests.support.faults import FaultyGrid, ran, toy
 from tests.support.helpers import Simulation, copies, experiment, headed, problem
 from tests.support.tiny import Tiny, simulate
 
@@ -508,6 +510,32 @@ def test_nothing_of_a_model_leaves_a_client_that_trains_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", OWNERS)
+def test_a_client_that_lost_its_model_begins_anew(name: str, tmp_path: Path) -> None:
+    """Its own affair: nobody is dropped, no generation ends, and the others' models, with the server's where that knows
+    nothing of the clients' own, are those of a run without it."""
+    memory = tmp_path / "memory"
+
+    def lie(client: str, round: int, reply: Message) -> Message:
+        if (client, round) == ("4", 2) and (folder := next(memory.glob("*/4"), None)):
+            shutil.rmtree(folder)
+        return reply
+
+    given = toy(name, rounds=4, evaluate={"clients": "all"})
+    lossy = ran(tmp_path / "lossy", given, FaultyGrid(lie, memory=str(memory)))
+    plain = ran(tmp_path / "plain", given, FaultyGrid(memory=str(tmp_path / "other")))
+    for line, other in zip(lossy.history, plain.history, strict=True):
+        assert line["accepted"] == ["0", "1", "2", "3", "4"]
+        assert (line["generation"], line["dropped"]) == (1, {})
+        assert len(line["each"]["loss"]) == 5
+        if name != "fedala":  # whose start is the client's own
+            assert line["sha256"] == other["sha256"]
+            for client in "0123":
+                assert line["each"]["loss"][client] == other["each"]["loss"][client]
+    lost = [run.history[-1]["each"]["loss"]["4"] for run in (lossy, plain)]
+    assert (lost[0] == lost[1]) == (name in ("perfedavg", "pfedme"))  # nothing kept, or nothing read of it in a round
+
+
+@pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("personal", [{"parts": ["head"]}, {"finetune_steps": 2}], ids=str)
 def test_personal_parts_beside_whole_models_are_refused(name: str, personal: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=rf"\[personal\] beside strategy.name = '{name}'"):
@@ -521,11 +549,6 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
         yield name, {"local": {"sam_rho": 0.1}}, "local.sam_rho = 0.1 has no meaning"
     yield "local-only", {"server": {"lr": 0.5}}, "[server] beside strategy.name = 'local-only'"
     yield "pfedme", {"options": {"lam": 10.0, "eta": 0.2}}, "strategy.eta = 0.2 with strategy.lam = 10"
-    yield (
-        "pfedme",
-        {"local": {"lr": 0.2}, "options": {"lam": 15.0, "eta": 0.005}},
-        "local.lr = 0.2 with strategy.lam = 15",
-    )
     yield "pfedme", {"local": {"proximal_mu": 0.5}}, "local.proximal_mu = 0.5 beside"
     yield "apfl", {"options": {"alpha": 1.5}}, "strategy.alpha = 1.5"
     yield "fedala", {"options": {"share": 0.0}}, "strategy.share = 0.0"
@@ -536,3 +559,16 @@ def test_refusals_before_round_1(name: str, tables: dict[str, Any], words: str) 
     with pytest.raises(SettingsError) as error:
         settled(settings(name, **tables))
     assert str(error.value).startswith(words)
+
+
+def test_a_rate_at_which_theta_runs_away_is_warned_of() -> None:
+    """And no other; an adaptive step has another length."""
+    for local, told in (
+        ({"lr": 0.2}, True),
+        ({"lr": 0.1}, False),
+        ({"lr": 0.2, "optimizer": "adam"}, False),
+    ):
+        strategy, whole = settled(settings("pfedme", local=local, options={"lam": 10.0, "eta": 0.1}))
+        assert (
+            any("local.lr = 0.2 with strategy.lam = 10 overshoots" in c for c in cautions(strategy, whole, 3)) == told
+        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -162,13 +164,36 @@ def test_every_service_is_hardened_and_only_tls_publishes_a_port() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert "ports" not in service
         assert options(words(service))["metrics"] == "0.0.0.0:9100"  # where the image's HEALTHCHECK asks
-        assert service["restart"] == ("on-failure:5" if name == "server" else "unless-stopped")
+        assert service["restart"] == ("on-failure" if name == "server" else "unless-stopped")
         grace = float(options(words(service)).get("grace") or 30)
         assert int(service["stop_grace_period"].removesuffix("s")) > grace
     assert read(BASE)["networks"] == {"fleet": {"internal": True}, "control": {"internal": True}}
     assert re.search(r"^HEALTHCHECK .*docker/health.py", DOCKERFILE, re.MULTILINE)
     published = {name: service["ports"] for name, service in merged(TOGETHER[-1]).items() if "ports" in service}
     assert published == {"superlink": ["9092:9092"]}
+
+
+@pytest.mark.skipif(
+    not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0,
+    reason="no docker compose here",
+)
+@pytest.mark.parametrize("files", [[BASE], [BASE, NAMED]], ids=["base", "named"])
+def test_no_outage_uses_up_the_restarts_of_a_service(files: list[str]) -> None:
+    """As compose itself reads the files, with anchors, overlays and `deploy` merged."""
+    words = [word for file in files for word in ("-f", file)]
+    done = subprocess.run(
+        ["docker", "compose", *words, "--project-directory", str(ROOT), "config", "--format", "json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    services = json.loads(done.stdout)["services"]
+    assert {"superlink", "server"} <= set(services)
+    for service in services.values():
+        assert service["restart"] in ("unless-stopped", "on-failure")
+        assert "restart_policy" not in service.get("deploy", {})
 
 
 def test_the_tls_overlay_gives_each_container_only_its_own_secrets() -> None:

@@ -386,3 +386,30 @@ def test_the_calls_over_http(world: World, tmp_path: Path) -> None:
     what = [json.loads(line)["what"] for line in (tmp_path / "books" / "audit.jsonl").read_text().splitlines()]
     assert what == ["queued", "stopped"]
     assert time.time() - world.queue.entries()[0].since < 60
+
+
+SHARED = {"superlink", "ca", "insecure", "token_file"}
+
+
+@pytest.mark.parametrize("words", [["runs", "list"], ["runs", "show", "a"], ["runs", "stop", "a"], ["sites"]])
+def test_every_command_that_asks_a_superlink_has_the_same_options(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each reaches the one that is named, as who is named; what does not fit ends in one line."""
+    asked: list[Any] = []
+    refused = RunError("nobody is there")
+
+    def running_link(*given: Any) -> Any:
+        asked.append(given)
+        raise refused
+
+    monkeypatch.setattr("server.deploy.federation.running_link", running_link)
+    (tmp_path / "token").write_text("alice:t\n")
+    options = ["--superlink", "fl:1", "--insecure", "--token-file", str(tmp_path / "token")]
+    done = CliRunner().invoke(cli, [*words, *options])
+    assert (done.exit_code, "nobody is there" in done.output) == (1, True)
+    ((address, ca, given, token),) = asked
+    assert (address, ca, given.insecure, token) == ("fl:1", None, True, "alice:t")
+    helped = CliRunner().invoke(cli, [*words[: 1 + (words[0] == "runs")], "--help"], env={"COLUMNS": "200"}).output
+    assert all(f"--{name.replace('_', '-')}" in helped for name in SHARED)
+    assert "127.0.0.1:8000" in helped

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import SettingsError
 from common.experiment import Experiment, StopSettings
+from server import api
 from server.app import run as run_app
 from server.report.runs import read
 from server.rounds.ending import Ending
@@ -177,3 +179,47 @@ def test_the_last_round_by_the_clock_is_evaluated(tmp_path: Path) -> None:
     result = ran(tmp_path, settings)
     assert len(result.history) == 1
     assert result.history[0]["clients"]["loss"]
+
+
+SMALL = {"name": "small", "rounds": 4, "task": {"hidden": 4}, "partition": {"clients": 3}}
+
+
+def stops(record: Record) -> bool:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("end", [lambda record: record["round"] == 2, stops])
+def test_a_callback_ends_a_run_cleanly(end: Any, tmp_path: Path) -> None:
+    """What it left is finished and goes on to the bit."""
+    straight = api.simulate(SMALL, progress=False)
+    short = api.simulate(SMALL, run_dir=tmp_path / "run", callback=end, progress=False)
+    done = len(short.records)
+    assert done == (1 if end is stops else 2)
+    status = RunFolder(short.folder).status()
+    assert (status["status"], status["ended"]) == ("finished", {"round": done, "why": "the callback asked for it"})
+    assert read(short.folder).complete
+    assert all(torch.isfinite(value).all() for value in short.model.state_dict().values())
+    seen: list[int] = []
+    rest = api.simulate(
+        SMALL,
+        run_dir=tmp_path / "run",
+        resume=True,
+        callback=lambda record: seen.append(record["round"]),
+        progress=False,
+    )
+    assert seen == list(range(done + 1, 5))
+    assert rest.records[-1]["sha256"] == straight.records[-1]["sha256"]
+
+
+def test_what_a_callback_returns_beside_true_is_nothing(tmp_path: Path) -> None:
+    assert len(api.simulate(SMALL, callback=lambda record: "no", progress=False).records) == 4  # type: ignore[arg-type,return-value]
+
+
+def test_an_error_in_a_callback_comes_through_and_the_round_is_kept(tmp_path: Path) -> None:
+    def broken(record: Record) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        api.simulate(SMALL, run_dir=tmp_path / "run", callback=broken, progress=False)
+    assert RunFolder(tmp_path / "run").status()["status"] == "failed"
+    assert len(api.simulate(SMALL, run_dir=tmp_path / "run", resume=True, progress=False).records) == 4
