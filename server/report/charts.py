@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -62,21 +62,21 @@ class Look:
 
 SCREEN, WIDE = Look(), Look(7.2, 3.4)
 
-P, R = ParamSpec("P"), TypeVar("R")
+Drawn = TypeVar("Drawn", bound=Callable[..., Any])
 
 
-def _looked(draw: Callable[P, R]) -> Callable[P, R]:
+def _looked(draw: Drawn) -> Drawn:
     """With the settings of the `look` that it is given."""
 
     @wraps(draw)
-    def drawn(*given: P.args, **named: P.kwargs) -> R:
+    def drawn(*given: Any, **named: Any) -> Any:
         import matplotlib
 
-        look = named.get("look", SCREEN)
-        with matplotlib.rc_context(look.settings if isinstance(look, Look) else {}):
+        settings: Any = named.get("look", SCREEN).settings
+        with matplotlib.rc_context(settings):
             return draw(*given, **named)
 
-    return drawn
+    return cast("Drawn", drawn)
 
 
 @_looked
@@ -94,6 +94,8 @@ def curves(
 
     `limits`: of the values, for charts that are compared.
     """
+    from matplotlib.ticker import MaxNLocator
+
     bands = [(one, band) for one in groups if (band := one.band(metric, axis)) is not None]
     if not bands:
         return None
@@ -117,7 +119,7 @@ def curves(
     axes.set(xlabel=label)
     axes.set_ylabel(f"{name} (%)" if shown > 1 else name, parse_math=False)
     if axis == "round":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -155,15 +157,13 @@ def legend(groups: Sequence[Group], style: Mapping[int, Style], *, look: Look = 
     if len({style[one.number] for one in groups}) <= LEGEND:
         return None
     figure = _figure(look)
-    _legend(figure, groups, style, look)
-    drawn = figure.legends[0]
-    rows = -(-len(drawn.get_texts()) // drawn._ncols)
+    rows = _legend(figure, groups, style, look)
     figure.set_size_inches(look.width, (rows * 1.45 * look.font + 6) / 72)
     return figure
 
 
-def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style], look: Look) -> None:
-    """Above the chart, in as many columns as there is width for."""
+def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style], look: Look) -> int:
+    """Above the chart, in as many columns as there is width for; how many rows it has, 0 where there is none."""
     from matplotlib.lines import Line2D
 
     named, items = names_of(groups), {}
@@ -172,7 +172,7 @@ def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style],
         name = named[one.number] if found.colored else "others"
         items[name] = Line2D([], [], linewidth=look.line, markersize=4, **_line(found))
     if len(items) < 2:
-        return
+        return 0
     longest = max(map(len, items))
     columns = max(1, min(len(items), int(look.width * 72 / (look.font * (0.62 * longest + 3.6)))))
     made = figure.legend(
@@ -181,6 +181,7 @@ def _legend(figure: Figure, groups: Sequence[Group], style: Mapping[int, Style],
     )  # fmt: skip
     for text in made.get_texts():
         text.set_parse_math(False)
+    return -(-len(items) // columns)
 
 
 def _line(style: Style) -> dict[str, Any]:
@@ -220,7 +221,10 @@ def _curve(axes: Axes, band: Band, style: Style, scales: tuple[float, float], po
         alone = np.isfinite(mean).sum() == 1
         # Each curve has its markers at other places, so that they do not hide one another.
         every = max(1, len(x) // 7)
-        marked = {"markevery": 1 if alone else (style.number * every // 4 % every, every), "markersize": 4}
+        marked: dict[str, Any] = {
+            "markevery": 1 if alone else (style.number * every // 4 % every, every),
+            "markersize": 4,
+        }
         width = look.line if style.colored else 0.6 * look.line
         axes.plot(x, mean, linewidth=width, markeredgewidth=0, **marked, **line)
     if band.low is not None and band.high is not None and style.colored and np.isfinite(band.low).any():

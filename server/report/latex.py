@@ -46,8 +46,8 @@ def _letter(letter: str) -> str:
     if name.startswith("GREEK ") and " LETTER " in name and name.count(" ") == 3 and word in _GREEK.split():
         if "SMALL" in name:
             return rf"\ensuremath{{\{word}}}"
-        capital = word.capitalize() if word in _CAPITALS else ""
-        return rf"\ensuremath{{\{capital}}}" if capital else unicodedata.normalize("NFKD", letter)
+        if word in _CAPITALS:
+            return rf"\ensuremath{{\{word.capitalize()}}}"
     if letter <= "\u017f" and letter.isalpha():
         return letter  # of the encoding that LaTeX has by itself
     return f"U+{ord(letter):04X}"
@@ -89,7 +89,7 @@ def _cell(cell: Cell, bare: bool) -> str:
     if found is None or not math.isfinite(found.mean.mean):
         shown = "--" if cell.text == DASH else escaped(cell.short or cell.text)
         return rf"\textbf{{{shown}}}" if cell.best else shown
-    whole = found.before and found.mean.mean == round(found.mean.mean)
+    whole = found.before and not found.unit and found.mean.mean == round(found.mean.mean)
     number = f"{found.mean.mean:.{0 if whole else found.decimals}f}"
     if found.mean.mean and not float(number):
         mantissa, _, power = f"{found.mean.mean:.1e}".partition("e")

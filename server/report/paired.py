@@ -122,22 +122,17 @@ def table(groups: Sequence[Group], window: int, percent: bool = False) -> Table:
                     plain(found.wilcoxon, "{:.2g}"),
                 ]
             )
-    columns = (
-        "difference to the best",
-        "shared seeds",
-        f"mean difference{points}",
-        f"95 % interval{points}",
-        "p (paired t)",
-    )
+    columns = ["difference to the best", "shared seeds", f"mean difference{points}", f"95 % interval{points}"]
+    columns += ["p (paired t)", "p (Wilcoxon)"]
     notes = [
         "Of the final headline, seed by seed: runs of one seed have one partition and the same first weights. Interval "
         "and two-sided p by Student's t over the differences, which takes them as drawn from a normal distribution; "
-        f"Wilcoxon's signed ranks from {WILCOXON} seeds on. The best was picked from these very numbers, and nothing is "
-        "corrected for the number of comparisons."
+        f"Wilcoxon's signed ranks from {WILCOXON} seeds on. The best was picked from these very numbers, and "
+        "nothing is corrected for the number of comparisons."
     ]
     if seeds and min(seeds) < FEW:
         notes.append(f"With {min(seeds)} seed{'' if min(seeds) == 1 else 's'} this proves little, whatever p says.")
-    return Table("Differences over shared seeds", (*columns, "p (Wilcoxon)"), rows, notes).without_empty()
+    return Table("Differences over shared seeds", columns, rows, notes).without_empty()
 
 
 def _against(best: Group, other: Group) -> str:

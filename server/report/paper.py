@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import SettingsError
 from server.compare.folder_names import slug
@@ -17,9 +17,10 @@ from server.report.groups import Group
 from server.report.latex import latex
 from server.report.sections import PANELS, PARTITIONS, heats_of, metrics_of, partitions_of, points_of, targets_of
 from server.report.styles import styles
+from server.report.tables import Table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes half a second that a report without pictures can do without
 
 COLUMN = 3.3
 """Inches: a column of most two-column styles."""
@@ -53,7 +54,7 @@ def write(groups: Sequence[Group], options: Options, folder: Path, percent: bool
     return [*written, folder / "caption.txt"]
 
 
-def _tables(groups: Sequence[Group], options: Options, percent: bool) -> Iterator[tuple[str, contents.Table]]:
+def _tables(groups: Sequence[Group], options: Options, percent: bool) -> Iterator[tuple[str, Table]]:
     tables = [contents.summary(groups, options), *contents.pivots(groups, options), contents.targets(groups, options)]
     for table in (*tables, paired.table(groups, options.window, percent)):
         if table.rows:
@@ -90,7 +91,7 @@ def _save(figure: Figure, path: Path) -> list[Path]:
     """As PDF and SVG, without a date: the same runs make the same files."""
     import matplotlib  # takes half a second that a report without pictures can do without
 
-    settings = Look(paper=True).settings
+    settings: Any = Look(paper=True).settings
     with matplotlib.rc_context(settings):
         figure.savefig(pdf := path.with_name(path.name + ".pdf"), metadata={"CreationDate": None})
         figure.savefig(svg := path.with_name(path.name + ".svg"), metadata={"Date": None})

@@ -34,7 +34,8 @@ def partition_picture(
 
     `class_counts` (clients, classes) are whole numbers, `names` the clients' and `class_names` the classes' (default:
     their numbers). The area of a bubble, or the colour of the heat map on a logarithmic scale, is the number of
-    examples. `width`: in inches; default: by how many clients there are. Save it with `figure.savefig(path)`: PNG, SVG or PDF by the ending.
+    examples. `width`: in inches; default: by how many clients there are. Save it with `figure.savefig(path)`: PNG, SVG
+    or PDF by the ending.
     """
     from matplotlib.figure import Figure
 

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # as below
 
 _REFERENCE = re.compile(r'(?:url\(#|href="#)([^)"]+)')
 _PICTURES = iter(range(10**9))

@@ -190,10 +190,10 @@ def rounded(rows: Sequence[Sequence[Cell]], columns: Collection[int]) -> list[li
         numbers = [n for row in rows if (n := row[at].number) is not None]
         decimals = min((digits(number.mean.mean) for number in numbers if number.mean.mean), default=3)
         for row in made:
-            if row[at].number is not None:
-                number = replace(row[at].number, decimals=decimals)
+            if (found := row[at].number) is not None:
+                number = replace(found, decimals=decimals)
                 short = number.text()
-                if row[at].value and row[at].number.mean.mean and not float(f"{number.mean.mean:.{decimals}f}"):
-                    short = f"{number.mean.mean:.2g}"  # beside the others it would be nothing
+                if found.mean.mean and not float(f"{found.mean.mean:.{decimals}f}"):
+                    short = f"{found.mean.mean:.2g}"  # beside the others it would be nothing
                 row[at] = replace(row[at], short=short if short != row[at].text else "", number=number)
     return made

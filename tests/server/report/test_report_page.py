@@ -136,12 +136,12 @@ def test_the_summary_fits_and_has_more_on_demand(seen: Seen) -> None:
     box = seen.page.locator("#summary .scroll").first
     assert not box.evaluate(wide)
     heads = box.locator("thead th:visible").all_inner_texts()
-    assert "last" not in heads
+    assert "best" not in heads
     assert "train loss" not in heads
     assert "agreement" in heads
     assert "drift" not in heads
     seen.page.locator("#summary .more input").first.check()
-    assert "last" in box.locator("thead th:visible").all_inner_texts()
+    assert "best" in box.locator("thead th:visible").all_inner_texts()
     assert box.get_by_text("0.8100 ± 0.0141").first.is_visible()
     assert not box.get_by_text("0.810 ± 0.014", exact=True).first.is_visible()
 
