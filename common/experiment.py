@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import Name, Opened, OpenSection, Section, checked, tables_of, text_of
+from common.settings import Name, Opened, OpenSection, Section, checked, given, merged, tables_of, text_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -332,12 +333,14 @@ class Experiment(Section):
     data: DataSettings = DataSettings()
 
     @classmethod
-    def load(cls, path: str | Path) -> Experiment:
-        """Read and check a file. Relative data files in `[task]` stay as written.
+    def load(cls, path: str | Path, sets: Iterable[str] = ()) -> Experiment:
+        """Read and check a file, `sets` (KEY=VALUE, see `common.settings.given`) in place of what it says. Relative
+        data files in `[task]` stay as written.
 
         Raises SettingsError naming the file, the key, the value and what is allowed.
         """
-        return cls.parse(text_of(path, "experiment file"), str(path))
+        tables, source, values = tables_of(text_of(path, "experiment file"), str(path)), str(path), given(sets)
+        return checked(cls, merged(tables, values), f"{source} with --set {', '.join(values)}" if values else source)
 
     @classmethod
     def parse(cls, text: str, source: str = "experiment") -> Experiment:

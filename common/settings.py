@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -127,3 +127,45 @@ def dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with overrides: nested tables are merged, dotted keys reach into them."""
+    result = dict(tables)
+    for key, value in overrides.items():
+        head, _, rest = key.partition(".")
+        inner = {rest: value} if rest else value
+        held = result.get(head)
+        if isinstance(inner, Mapping):
+            result[head] = merged(held if isinstance(held, Mapping) else {}, inner)
+        else:
+            result[head] = inner
+    return result
+
+
+def given(texts: Iterable[str]) -> dict[str, Any]:
+    """Values by dotted key of texts KEY=VALUE, as `--set` takes them: a value as in TOML, and a text without quotes if
+    it is a plain word. Of a key that is given twice the last counts.
+
+    Raises SettingsError naming key, value and what is allowed.
+    """
+    return dict(map(_assigned, texts))
+
+
+def _assigned(text: str) -> tuple[str, Any]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+        raise SettingsError(f"--set {shown(text)}: allowed: KEY=VALUE, KEY a name or names with dots, such as local.lr")
+    try:
+        found = tomllib.loads(f"value = {value}")
+        if len(found) > 1:  # a second line of a text is a second key
+            raise tomllib.TOMLDecodeError("more than one value")
+        return key, found["value"]
+    except tomllib.TOMLDecodeError as error:
+        # A shell takes quotes away: what can only be meant as a text is one.
+        if re.fullmatch(r"[A-Za-z_./~][^\s\"'\[\]{}#]*", value):
+            return key, value
+        raise SettingsError(
+            f"--set {key} = {shown(value)}: no TOML value ({error}); allowed: a number, true or false, a list in "
+            "brackets, a text in quotes or a plain word"
+        ) from None

@@ -34,8 +34,8 @@ from common import tasks  # noqa: E402
 from common.errors import RunError, SettingsError  # noqa: E402
 from common.experiment import Experiment  # noqa: E402
 from common.seeds import derive, torch_seeded  # noqa: E402
-from common.settings import checked, tables_of, text_of  # noqa: E402
-from server.compare.plan import Plan, merged  # noqa: E402
+from common.settings import checked, merged, tables_of, text_of  # noqa: E402
+from server.compare.plan import Plan  # noqa: E402
 from server.report import frames  # noqa: E402
 from server.rounds.ending import Finish  # noqa: E402
 from server.rounds.folder import BEST, CELL, MODEL, SETTINGS, RunFolder  # noqa: E402

@@ -24,6 +24,7 @@ from client.commands.options import (
     TrustServer,
     errors,
 )
+from common.deploy.options import Set
 from common.errors import SettingsError
 
 # Imported where used: torch and Flower take seconds, which --help and an error in what was typed need not wait for.
@@ -107,6 +108,7 @@ def doctor(
     approvals: ApprovalsFile = None,
     allow_task: AllowTask = None,
     trust_server: TrustServer = False,
+    set_: Set = None,
 ) -> None:
     """Look at all that `join` needs, with the same options. Exit code 1 if something would fail.
 
@@ -116,6 +118,8 @@ def doctor(
     with errors():
         if not server and experiment is None:
             raise SettingsError("doctor: give --server, --experiment or both")
+        if set_ and experiment is None:
+            raise SettingsError(f"--set {set_[0]} changes a file's settings: give --experiment, too")
         from client.commands.doctor import doctor_command
 
         code = doctor_command(
@@ -133,6 +137,7 @@ def doctor(
             approvals=approvals,
             allow_tasks=allow_task or [],
             trusted=trust_server,
+            sets=set_ or [],
         )
     sys.exit(code)
 

@@ -44,6 +44,7 @@ def checks(
     approvals: Path | None = None,
     allow_tasks: Sequence[str] = (),
     trusted: bool = False,
+    sets: Sequence[str] = (),
 ) -> Iterator[Check]:
     """The checks of a site, with the meaning that `join` gives the same options: `{name}` in `key` and `data`.
 
@@ -79,9 +80,8 @@ def checks(
     if experiment and usable:
         for name in names or ["site"]:
             own = str(_files(data, [name])[0]) if data else ""
-            asked = Look(
-                str(experiment), name, own, str(policy or ""), device, tuple(allow_tasks), trusted, approve, str(file)
-            )
+            options = str(policy or ""), device, tuple(allow_tasks), trusted, approve, str(file)
+            asked = Look(str(experiment), name, own, *options, tuple(sets))
             yield from looked(paths(asked))
 
 

@@ -63,6 +63,7 @@ class Look:
     trusted: bool = False
     approve: str = "policy"
     approvals: str = ""
+    sets: tuple[str, ...] = ()
 
 
 _PROGRAM = (
@@ -139,7 +140,7 @@ def checks(look: Look) -> Iterator[Check]:
     context = Context(run_id=0, node_id=1, node_config=options.config, state=RecordDict(), run_config={})
     stage = ["experiment"]
     try:
-        experiment = settled(Experiment.load(look.experiment))[1]
+        experiment = settled(Experiment.load(look.experiment, look.sets))[1]
         rounds, strategy = experiment.rounds, experiment.strategy.name
         yield Check("experiment", True, f"{experiment.name}: {experiment.task.name}, {strategy}, {rounds} rounds")
         yield from _asked(context, experiment)

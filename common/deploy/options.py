@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A value in place of the file's: local.lr=0.1; may be given again."
+    ),
+]
 
 
 def finite(value: Any) -> Any:

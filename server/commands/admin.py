@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from common.deploy.addresses import LOOPBACK
+from common.deploy.options import Set
+from common.errors import SettingsError
 from server.commands.options import (
     ControlHost,
     ControlPort,
@@ -65,9 +67,12 @@ def doctor(
     ] = None,
     ca: Annotated[Path | None, typer.Option(help="With --superlink: the authority it is signed by.")] = None,
     name: Annotated[list[str] | None, typer.Option(help="What sites type as the server's host.")] = None,
+    set_: Set = None,
 ) -> None:
     """Look at all that `run` and `superlink` need, with the same options. Exit code 1 if something would fail."""
     with errors():
+        if set_ and experiment is None:
+            raise SettingsError(f"--set {set_[0]} changes a file's settings: name the file, too")
         from server.commands.doctor import doctor_command
 
         code = doctor_command(
@@ -84,5 +89,6 @@ def doctor(
             superlink=superlink,
             ca=ca,
             names=name or [],
+            sets=set_ or (),
         )
     sys.exit(code)

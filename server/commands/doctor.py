@@ -57,6 +57,7 @@ def checks(
     superlink: str | None = None,
     ca: Path | None = None,
     names: Sequence[str] = (),
+    sets: Sequence[str] = (),
 ) -> Iterator[Check]:
     """The checks of a server, with the meaning that `run` and `superlink` give the same options.
 
@@ -67,7 +68,7 @@ def checks(
     size = 0
     if experiment:
         found: list[int] = []
-        yield from each("experiment", lambda: _experiment(experiment, state, found), PREPARE_S)
+        yield from each("experiment", lambda: _experiment(experiment, sets, state, found), PREPARE_S)
         size = sum(found)
     if superlink:
         yield from each("superlink", lambda: _superlink(superlink, ca), ASK_S)
@@ -96,11 +97,11 @@ def _typed(host: str) -> list[str]:
     return [] if host.strip("[]") in ("", "0.0.0.0", "::") else [host.strip("[]")]
 
 
-def _experiment(path: Path, state: Path | None, size: list[int]) -> Iterator[Check]:
+def _experiment(path: Path, sets: Sequence[str], state: Path | None, size: list[int]) -> Iterator[Check]:
     from common.experiment import Experiment
     from server.rounds.prepare import deployable, prepare
 
-    settings = Experiment.load(path)
+    settings = Experiment.load(path, sets)
     prepared = deployable(prepare(settings))
     kept = prepared.strategy.init(prepared.model.vector.clone())
     size.append(sum(value.nbytes for value in [*kept.values(), *prepared.model.buffers.values()]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +14,7 @@ import typer
 from common import portable
 from common.deploy.addresses import LOOPBACK
 from common.deploy.logs import LogFormat
+from common.deploy.options import Set
 from common.errors import SettingsError
 from common.experiment import Experiment
 from server.commands.options import (
@@ -75,6 +77,7 @@ def simulate(
     run_dir: RunDir = None,
     resume: Resume = False,
     seed: Seed = None,
+    set_: Set = None,
     device: Device = "cpu",
     gpus: Gpus = 1.0,
     cohort: Cohort = None,
@@ -93,7 +96,7 @@ def simulate(
         from server.engines.grid import CLIENT_APP, grid
         from server.watch.display import Display
 
-        settings, folder = _open(experiment, run_dir, resume, seed, portably)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, sets=set_ or ())
         with page_at(page, settings.name) as shown, Display(settings.name, settings.rounds) as display:
             if shown:
                 shown.show_run(folder, settings, display.say)
@@ -125,6 +128,7 @@ def local(
     run_dir: RunDir = None,
     resume: Resume = False,
     seed: Seed = None,
+    set_: Set = None,
     device: Device = "cpu",
     grace: Grace = GRACE_S,
     page: Page = None,
@@ -137,7 +141,7 @@ def local(
         from server.rounds.prepare import prepare
         from server.watch.display import Display
 
-        settings, folder = _open(experiment, run_dir, resume, seed, portably)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, sets=set_ or ())
         with page_at(page, settings.name) as shown:
             if not (names := prepare(settings).task.names()):
                 raise SettingsError(NO_CLIENTS)
@@ -157,6 +161,7 @@ def run(
         bool, typer.Option("--resume-or-start", help="Go on from the latest checkpoint if there is one, else begin.")
     ] = False,
     seed: Seed = None,
+    set_: Set = None,
     clients: Clients = None,
     superlink: Annotated[
         str | None,
@@ -191,7 +196,7 @@ def run(
         from server.rounds.prepare import deployable, prepare
         from server.watch.viewers import watched
 
-        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients)
+        settings, folder = _open(experiment, run_dir, resume, seed, portably, resume_or_start, clients, set_ or ())
         resume = resume or (resume_or_start and folder.holds_run())
         options = LinkOptions(host, fleet_port, control_host, control_port, certs, insecure, nodes, state, users, audit)
         control = federation.running_link(superlink, ca, options, token_of(token_file)) if superlink else None
@@ -266,11 +271,12 @@ def _open(
     portably: bool,
     either: bool = False,
     clients: int | None = None,
+    sets: Sequence[str] = (),
 ) -> tuple[Experiment, RunFolder]:
     from common.partition import split_cache
     from server.rounds.folder import RunFolder, choose_folder
 
-    settings = Experiment.load(path)
+    settings = Experiment.load(path, sets)
     if portably or portable.complete():
         settings = settings.portable()
     if settings.local.arithmetic == "portable":

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from common.deploy.options import Set
+from common.errors import SettingsError
 from common.settings import printable
 from server.commands.options import Connect, Grace, asks_superlink, errors, note
 from server.deploy.users import Role
@@ -94,12 +96,13 @@ def runs_resume(
     connect: Connect,
     run: Run,
     experiment: Annotated[Path | None, typer.Option(help="Other settings, as far as they may change.")] = None,
+    set_: Set = None,
 ) -> None:
     """Put a run that was stopped or failed into the queue: it goes on from its newest checkpoint."""
-    control = connect()
-    found = control.ask(
-        "POST", f"/fedkeel/v1/runs/{_quoted(run)}/resume", {"experiment": _text(experiment) if experiment else ""}
-    )
+    if set_ and not experiment:
+        raise SettingsError(f"--set {set_[0]} changes a file's settings: give --experiment, too")
+    text = str(_experiment(experiment, set_).toml()) if experiment else ""
+    found = connect().ask("POST", f"/fedkeel/v1/runs/{_quoted(run)}/resume", {"experiment": text})
     typer.echo(f"{found['name']} waits as {found['queue']}")
 
 
@@ -111,19 +114,19 @@ def runs_queue(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run, for one experiment; default: runs/<name> at the SuperLink.")
     ] = None,
+    set_: Set = None,
 ) -> None:
     """Let experiments run one after another, or side by side as far as the SuperLink's --at-once allows.
 
     They are the SuperLink's from then on: this command ends at once, and a restart of the SuperLink forgets none.
     """
-    from common.errors import SettingsError
     from server.rounds.prepare import deployable, prepare
 
     if run_dir and len(experiments) > 1:
         raise SettingsError(f"--run-dir {str(run_dir)!r} is of one run, and {len(experiments)} were given")
     texts = []
     for path in experiments:  # all or none
-        settings = _experiment(path)
+        settings = _experiment(path, set_)
         deployable(prepare(settings))
         texts.append(settings.toml())
     control = connect()
@@ -189,14 +192,10 @@ def _marked(site: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**site, "schema": f"{site['schema']} differs"} if site.get("schema_differs") else site
 
 
-def _experiment(path: Path) -> Any:
+def _experiment(path: Path, sets: list[str] | None) -> Any:
     from common.experiment import Experiment
 
-    return Experiment.load(path)
-
-
-def _text(path: Path) -> str:
-    return str(_experiment(path).toml())
+    return Experiment.load(path, sets or ())
 
 
 def _quoted(ref: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common.deploy.options import finite
+from common.deploy.options import Set, finite
 from server.commands.options import File, Insecure, LinkAuthority, errors, token_of
 from server.rounds.stopping import Stop, StopOnSignal, heed
 
@@ -34,6 +34,7 @@ def statistics(
         typer.Option(min=0, callback=finite, help="From which distance on a site is shown as far; docs/deploy.md."),
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Everything, as JSON.")] = None,
+    set_: Set = None,
 ) -> None:
     """Sums over the sites' data: counts, means, deviations, missing values, histograms, labels; who is far from whom.
 
@@ -45,7 +46,7 @@ def statistics(
         from server.statistics.gather import loaded
         from server.statistics.show import table
 
-        settings = Experiment.load(experiment)
+        settings = Experiment.load(experiment, set_ or ())
         text = _asked(settings, superlink, ca, insecure, sites, far, stop) if superlink else _simulated(settings, far)
         typer.echo(table(loaded(text)))
         if out:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from common import portable
+from common.deploy.options import Set
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.metrics.target import Target
@@ -118,13 +119,13 @@ def _target(given: str) -> Target:
         raise SettingsError(f"--target: {error}") from None
 
 
-def check(experiment: File) -> None:
+def check(experiment: File, set_: Set = None) -> None:
     """Check an experiment file, its task and its data, and print the resolved settings."""
     with errors():
         from server.rounds.prepare import prepare
         from strategies.registry import written_out
 
-        prepared = prepare(Experiment.load(experiment))
+        prepared = prepare(Experiment.load(experiment, set_ or ()))
         typer.echo(written_out(prepared.strategy, prepared.experiment).toml(full=True))
         size = prepared.model.vector.numel()
         typer.echo(f"# {len(prepared.task.names())} clients, a model of {size:,} parameters, {prepared.strategy}")
@@ -141,12 +142,13 @@ def partition(
         Path | None, typer.Option(dir_okay=False, help="Draw clients x classes: .png, .svg or .pdf.")
     ] = None,
     seed: Seed = None,
+    set_: Set = None,
 ) -> None:
     """Show how an experiment's examples are split over its clients; write the plan as a file, and as a picture."""
     with errors():
         from server.commands.partition import partition as make
 
-        settings = Experiment.load(experiment)
+        settings = Experiment.load(experiment, set_ or ())
         if seed is not None:
             settings = settings.model_copy(update={"seed": seed})
         typer.echo(make(settings, out, picture))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from common.errors import SettingsError
 from common.experiment import Experiment
 from common.metrics.target import Target
-from common.settings import Name, Section, checked, dotted, tables_of, text_of
+from common.settings import Name, Section, checked, dotted, merged, tables_of, text_of
 from server.compare.folder_names import point_slug, shortened, slug
 
 Tables = dict[str, Any]
@@ -184,20 +184,6 @@ def _cell(plan: Plan, row: Row, tuned: Point, seed: int, folder: str, stage: Lit
     if stage == "tune" and plan.tuning.rounds is not None:
         tables["rounds"] = plan.tuning.rounds
     return Cell(f"{folder}/seed-{seed}", row.variant.name, row.point, seed, stage, tuned, tables)
-
-
-def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
-    """Tables with overrides: nested tables are merged, dotted keys reach into them."""
-    result = dict(tables)
-    for key, value in overrides.items():
-        head, _, rest = key.partition(".")
-        inner = {rest: value} if rest else value
-        held = result.get(head)
-        if isinstance(inner, Mapping):
-            result[head] = merged(held if isinstance(held, Mapping) else {}, inner)
-        else:
-            result[head] = inner
-    return result
 
 
 def flat(tables: Mapping[str, Any], source: str) -> Point:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from common.errors import SettingsError
+from common.settings import merged
 from server.compare.folder_names import point_slug, slug
-from server.compare.plan import Cell, Plan, final_cells, merged, rows, tune_cells
+from server.compare.plan import Cell, Plan, final_cells, rows, tune_cells
 from server.compare.start import outline
 from server.compare.vetting import compare_with_folder, expand
 from server.rounds.folder import RunFolder
