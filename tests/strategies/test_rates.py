@@ -1,4 +1,4 @@
-"""The rate of a round: schedules of both optimizers, exact, the same after a resume, and as before where nothing is new."""
+"""The rate of a round: schedules of both optimizers, exact, resumed, and as before where nothing is new."""
 
 from __future__ import annotations
 
