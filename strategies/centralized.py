@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -92,11 +93,11 @@ class Centralized(FederatedStrategy):
             )
         own, names = task.client(name), task.names()
         if name != names[0]:
-            return ClientData(none_of(own.train), own.evaluate)
+            return replace(own, train=none_of(own.train))
         held = [data for data in (own if each == name else task.client(each) for each in names) if len(data.train)]
         steps = [
             data.steps or local.steps or local.epochs * math.ceil(len(data.train) / local.batch_size) for data in held
         ]
         share = min(1.0, (self.cohort or len(held)) / max(1, len(held)))
         train = pooled([data.train for data in held] or [own.train])
-        return ClientData(train, own.evaluate, max(1, round(share * sum(steps))))
+        return replace(own, train=train, steps=max(1, round(share * sum(steps))))

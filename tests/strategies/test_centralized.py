@@ -277,3 +277,17 @@ def test_sites_are_not_asked_for_their_data(command: list[str], tmp_path: Path) 
     assert "needs all clients' data in one place, and sites keep theirs" in told
     with pytest.raises(SiteError, match="a site's own stay where they are"):
         prepare(digits()).task.client("0", "some.csv")
+
+
+def test_a_standardized_table_is_pooled(tmp_path: Path) -> None:
+    """Mean and deviation of the pooled rows, told by the one who trains; it learns, in two processes the same."""
+    draw = np.random.default_rng(0)
+    rows = draw.normal(0, 1, (90, 2)) * [1000.0, 0.01] + [5000.0, 0.0]
+    lines = [f"{a!r},{b!r},{int(b > 0)}" for a, b in rows.tolist()]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,ill", *lines]), "utf-8")
+    task = {"name": "table", "file": str(tmp_path / "t.csv"), "target": "ill", "standardize": True}
+    settings = digits(task=task, partition={"clients": 3, "holdout": 0.2}, local={"lr": 0.5}, rounds=8)
+    here = ran(tmp_path / "here", settings, InProcessGrid(app))
+    assert here.history[-1]["clients"]["accuracy"]["weighted"] > 0.9
+    with grid("client.app:app", 2) as workers:
+        assert ran(tmp_path / "workers", settings, workers).final == here.final
