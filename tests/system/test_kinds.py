@@ -1,4 +1,4 @@
-"""Kinds of task in each engine: one sha256, the same metrics; in process, under VCE, over gRPC with sites' own files."""
+"""Kinds of task: one sha256 and the same metrics in process, under VCE, and over gRPC with files of the sites' own."""
 
 from __future__ import annotations
 
