@@ -15,6 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from common.settings import Name, Opened, OpenSection, Section, checked, given, merged, tables_of, text_of
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Schedule = Literal["constant", "exponential", "cosine", "step", "list"]
+Factor = tuple[Annotated[int, Field(ge=1, strict=True)], Annotated[float, Field(gt=0, strict=True)]]
+Factors = tuple[Annotated[Factor, Field(strict=False)], ...]
 
 
 class TaskSettings(OpenSection):
@@ -97,8 +100,14 @@ class LocalSettings(Section):
     epochs: int = Field(1, ge=1)
     steps: int | None = Field(None, ge=1, description="local steps a round; replaces epochs")
     step_decay: float = Field(1.0, gt=0, le=1, description="factor of the rate after each local step")
-    schedule: Literal["constant", "exponential", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     decay: float = Field(0.998, gt=0, le=1, description="factor a round of the exponential schedule")
+    drop_every: int | None = Field(None, ge=1, description="rounds from drop to drop of the step schedule")
+    drop_factor: float = Field(0.1, gt=0, le=1, description="of each drop")
+    factors: Factors = Field(
+        (), strict=False, description="list schedule: [first round, factor of lr from there on], in order"
+    )
+    warm_up: int = Field(0, ge=0, description="rounds in which the rate of any schedule rises in a line from near zero")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="autocast of the forward pass; float16 with loss scaling"
     )
@@ -123,9 +132,23 @@ class LocalSettings(Section):
             raise ValueError(f"nesterov belongs to optimizers 'sgd' and 'muon', not to '{self.optimizer}'")
         if self.nesterov and self.optimizer == "sgd" and not self.momentum:
             raise ValueError("nesterov needs momentum > 0")
+        _check_schedule(self)
         if self.optimizer == "normalized" and self.weight_decay:
             raise ValueError("weight_decay has no meaning with optimizer 'normalized'")
         return self
+
+
+def _check_schedule(settings: LocalSettings | ServerSettings) -> None:
+    """Raise ValueError for settings of another schedule than the one that is chosen, or none of those that it needs."""
+    kind, firsts = settings.schedule, [first for first, _ in settings.factors]
+    if (kind == "step") != (settings.drop_every is not None):
+        raise ValueError("schedule = 'step' and drop_every = N belong together")
+    if kind != "step" and settings.drop_factor != 0.1:
+        raise ValueError(f"drop_factor belongs to schedule 'step', not to '{kind}'")
+    if (kind == "list") != bool(firsts):
+        raise ValueError("schedule = 'list' and factors = [[ROUND, FACTOR], ...] belong together")
+    if firsts != sorted(set(firsts)):
+        raise ValueError(f"factors begin in rounds {firsts}; allowed: each later than the one before")
 
 
 class ServerSettings(Section):
@@ -137,6 +160,17 @@ class ServerSettings(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
     tau: float = Field(1e-3, gt=0, description="adaptivity: not a tiny epsilon")
+    schedule: Schedule = Field("constant", description="this and what follows: as in [local], of this rate")
+    decay: float = Field(0.998, gt=0, le=1)
+    drop_every: int | None = Field(None, ge=1)
+    drop_factor: float = Field(0.1, gt=0, le=1)
+    factors: Factors = Field((), strict=False)
+    warm_up: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> ServerSettings:
+        _check_schedule(self)
+        return self
 
 
 class RoundSettings(Section):
@@ -310,6 +344,19 @@ HERE: dict[str, Any] = {"stop": True, "tracking": True, "checkpoint": {"best"}}
 """What is the server's affair alone."""
 
 
+LATER: tuple[tuple[str, str, Any], ...] = (
+    ("local", "arithmetic", "native"),
+    ("round", "norm_factor", 1000.0),
+    ("round", "most_share", None),
+    *(("local", key, before) for key, before in (("drop_every", None), ("drop_factor", 0.1))),
+    *(("local", key, before) for key, before in (("factors", []), ("warm_up", 0))),
+    *(("server", key, before) for key, before in (("schedule", "constant"), ("decay", 0.998))),
+    *(("server", key, before) for key, before in (("drop_every", None), ("drop_factor", 0.1))),
+    *(("server", key, before) for key, before in (("factors", []), ("warm_up", 0))),
+)
+"""Section, key and the value that every run had before there was such a key."""
+
+
 class Experiment(Section):
     """One experiment: the same file and seed give the same weights in every engine."""
 
@@ -366,6 +413,11 @@ class Experiment(Section):
         return self.model_copy(update={"local": local})
 
     @property
+    def rates_need_rounds(self) -> bool:
+        """Whether a rate depends on how long the run is: then it cannot be prolonged."""
+        return "cosine" in (self.local.schedule, self.server.schedule)
+
+    @property
     def identity(self) -> str:
         """Hash of all that decides the weights: a checkpoint of another identity is foreign.
 
@@ -373,14 +425,10 @@ class Experiment(Section):
         differently; `data`, too, whose changes a run records. With the cosine schedule `rounds` decides the rate, so
         there it counts.
         """
-        free = {"evaluate", "data", "stop", *UNSEEN} | ({"rounds"} if self.local.schedule != "cosine" else set())
+        free = {"evaluate", "data", "stop", *UNSEEN} | (set() if self.rates_need_rounds else {"rounds"})
         kept = self.model_dump(mode="json", exclude=free)
         # A run from before there was a choice goes on.
-        for section, key, before in (
-            ("local", "arithmetic", "native"),
-            ("round", "norm_factor", 1000.0),
-            ("round", "most_share", None),
-        ):
+        for section, key, before in LATER:
             if kept[section][key] == before:
                 del kept[section][key]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

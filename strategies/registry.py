@@ -4,7 +4,7 @@ compression."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord
@@ -39,6 +39,7 @@ from strategies.padamfed import PAdaMFed
 from strategies.perfedavg import PerFedAvg
 from strategies.pfedafm import PFedAFM
 from strategies.pfedme import PFedMe
+from strategies.protocol.rates import rate, scheduled
 from strategies.scaffold import Scaffold
 from strategies.scaffoldm import ScaffoldM
 
@@ -224,12 +225,33 @@ def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:
             f"{experiment.strategy.name!r} with weights = 'data': they would average other weights than the model "
             "changes; allowed: strategy.weights = 'uniform'"
         )
+    _check_server_rates(strategy, experiment)
     kinds = {*strategy.payload.values(), *strategy.expects({}).values()}
     if "increment" in kinds and sent.lossy and sent.feedback == "none":
         raise SettingsError(
             f"compression.up = {sent.up!r} with compression.feedback = 'none' loses for ever a part of what "
             f"strategy.name = {experiment.strategy.name!r} adds up on the server; allowed: 'ef14', 'ef21'"
         )
+
+
+def _check_server_rates(strategy: FederatedStrategy, experiment: Experiment) -> None:
+    """What an algorithm refuses of one rate of the server it refuses of each that a schedule comes to."""
+    server = experiment.server
+    if not scheduled(server):
+        return
+    if strategy.lean():
+        raise SettingsError(
+            f"server.schedule = {server.schedule!r} with server.warm_up = {server.warm_up} beside strategy.name = "
+            f"{experiment.strategy.name!r}, whose clients take the server's step themselves, at one rate; allowed: "
+            "'constant' without warm_up"
+        )
+    rates = {rate(server, round, experiment.rounds): round for round in range(experiment.rounds, 0, -1)}
+    for lr in {min(rates), max(rates)} - {server.lr}:
+        settings = server.model_copy(update={"lr": lr})
+        try:
+            replace(strategy, server=settings).check(experiment.model_copy(update={"server": settings}))
+        except SettingsError as error:
+            raise SettingsError(f"server.schedule comes to the rate {lr:g} in round {rates[lr]}: {error}") from None
 
 
 def _strategy(cls: type[FederatedStrategy], experiment: Experiment) -> FederatedStrategy:

@@ -118,5 +118,5 @@ def _changes(folder: RunFolder, wanted: Experiment) -> Iterator[str]:
         if before.get(key) != after.get(key):
             yield f"{key} = {before.get(key)!r}, the plan says {after.get(key)!r}"
     last = (folder.history() or [{}])[-1].get("round", 0)
-    if last > wanted.rounds or (wanted.local.schedule == "cosine" and held.rounds != wanted.rounds):
+    if last > wanted.rounds or (wanted.rates_need_rounds and held.rounds != wanted.rounds):
         yield f"rounds = {held.rounds}, the plan says {wanted.rounds}"

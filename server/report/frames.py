@@ -48,6 +48,7 @@ def _row(record: Record) -> dict[str, Any]:
     shown = dict.fromkeys((headline(dict(record)).metric, "loss"))
     row |= {key: valued(dict(record), key) for key in shown}
     row |= {key: record.get(key) for key in ("bytes_down", "bytes_up", "drift", "lr", "late", "generation")}
+    row |= {key: record[key] for key in ("server_lr",) if key in record}
     row |= {key: len(record.get(key) or ()) for key in COUNTED}
     row["sha256"] = record.get("sha256")
     for group in GROUPS:

@@ -340,6 +340,7 @@ class Rounds:
             "void": void,
             "late": late,
             "lr": coordinator.lr(attempt.round),
+            **({} if (server_lr := coordinator.server_lr(attempt.round)) is None else {"server_lr": server_lr}),
             "clock": attempt.clock,
             "steps": {upload.name: upload.steps for upload in uploads},
             "examples": {upload.name: upload.examples for upload in uploads},

@@ -165,7 +165,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
                     yield f"{group}/{key}/{kind}", float(summary[kind])
     if (found := headline(record)).value is not None:
         yield "headline", found.value
-    for key in ("bytes_down", "bytes_up", "lr", "drift", "clock"):
+    for key in ("bytes_down", "bytes_up", "lr", "server_lr", "drift", "clock"):
         if record.get(key) is not None:
             yield f"round/{key}", float(record[key])
     yield "round/accepted", float(len(record["accepted"]))

@@ -5,10 +5,9 @@ Here the four methods are carried over messages, once for all algorithms. `serve
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 import torch
@@ -25,6 +24,7 @@ from strategies.protocol.downlink import Downlink
 from strategies.protocol.members import Member, shares
 from strategies.protocol.messages import EvaluateHead, Refused, TrainHead, content_of
 from strategies.protocol.participation import Participation
+from strategies.protocol.rates import rate, scheduled
 from strategies.protocol.work import Upload
 
 FEWEST_JUDGED = 3
@@ -146,12 +146,19 @@ class Coordinator:
 
     def lr(self, round: int) -> float:
         """The local rate of a round: from the server's round, also for a client that skipped some."""
-        local = self.experiment.local
-        if local.schedule == "exponential":
-            return local.lr * local.decay ** (round - 1)
-        if local.schedule == "cosine":
-            return local.lr * (1 + math.cos(math.pi * (round - 1) / self.experiment.rounds)) / 2
-        return local.lr
+        return rate(self.experiment.local, round, self.experiment.rounds)
+
+    def server_lr(self, round: int) -> float | None:
+        """The server's rate of a round; None where it is the same in all."""
+        server = self.experiment.server
+        return rate(server, round, self.experiment.rounds) if scheduled(server) else None
+
+    def _stepping(self, round: int) -> Algorithm:
+        """The algorithm with the server's rate of a round."""
+        lr = self.server_lr(round)
+        if lr is None:
+            return self.strategy
+        return replace(self.strategy, server=self.strategy.server.model_copy(update={"lr": lr}))
 
     def new_generation(self) -> None:
         """Zero every tracker on both sides: after a client lost memory that is bound to server state."""
@@ -283,7 +290,7 @@ class Coordinator:
         """
         ordered = self._weighted(uploads)
         before = self.state if informed is None else informed
-        state = self._applied(round, ordered, before, self.strategy.aggregate)
+        state = self._applied(round, ordered, before, self._stepping(round).aggregate)
         buffers = mean_buffers(self.buffers, ordered)
         if not all_finite(state) or any(spoilt(value, self.buffers[name]) for name, value in buffers.items()):
             raise NotFinite(f"the aggregate of round {round} is not finite")

@@ -251,7 +251,10 @@ def test_a_folder_of_weights_and_tokenizer(tmp_path: Path) -> None:
         torch.testing.assert_close(task.forward(module, task.pool().inputs[:2]), want)
     own = create(file=text_file(tmp_path), tokenizer=str(place))
     assert own.encoder.vocabulary == len(letters)
-    for more, said in (({"length": 17}, "it reads 16 tokens"), ({"tokenizer": "bytes"}, "the tokenizer has 257")):
+    for more, said in (
+        ({"length": 17}, "it reads 16 tokens"),
+        ({"tokenizer": "bytes", "length": 16}, "the tokenizer has 257"),
+    ):
         asked = TaskSettings(name="causal-lm", file=text_file(tmp_path), pretrained=str(place), **more)
         with pytest.raises(SettingsError, match=said):
             tasks.create(asked, PartitionSettings(clients=2), 0).model()

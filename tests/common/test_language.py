@@ -251,7 +251,7 @@ def test_settings_without_meaning_are_named(tmp_path: Path, options: dict[str, A
 
 def test_weights_that_cannot_be_used_are_named(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too short, of another kind, not safetensors, absent: each says so, and nothing is unpickled or downloaded."""
-    monkeypatch.setattr("common.models.texts.reachable", lambda: False)
+    monkeypatch.setattr("common.models.transformer.reachable", lambda: False)
     given = {"model": "gpt2", "pretrained": str(folder)}
     with pytest.raises(SettingsError, match=r"it reads 12 tokens, task.length = 13 is more"):
         create(tmp_path, **given, length=13).names()

@@ -139,6 +139,17 @@ def test_a_task_that_shifts_nothing_says_so() -> None:
 # --- ready ones
 
 
+def write_ink(folder: Path, table: Any) -> None:
+    """Digits (n, 65), twice as large, and masks of their ink: class 1 of digits up to 4, class 2 of the others."""
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True)
+    for place, row in enumerate(table):
+        large = np.kron(row[:-1].reshape(8, 8), np.ones((2, 2)))
+        mask = ((large > 8) * (1 + (row[-1] > 4))).astype(np.uint8)
+        Image.fromarray((large * 15).astype(np.uint8)).save(folder / "images" / f"{place}.png")
+        Image.fromarray(mask).save(folder / "masks" / f"{place}.png")
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits as numbers, as four labels (the bits of the digit), and as images with masks of ink."""
@@ -150,14 +161,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "numbers.npz", **parts, **numbers)
     bits = np.stack([labels >> bit & 1 for bit in range(4)], 1)
     np.savez(folder / "labels.npz", **parts, y_train=bits[:1400], y_test=bits[1400:])
-    for part, places in (("train", range(80)), ("test", range(80, 110))):
-        for kind in ("images", "masks"):
-            (folder / "ink" / part / kind).mkdir(parents=True)
-        for place in places:
-            large = np.kron(images[place].reshape(8, 8), np.ones((2, 2)))
-            mask = ((large > 8) * (1 + (labels[place] > 4))).astype(np.uint8)
-            Image.fromarray((large * 15).astype(np.uint8)).save(folder / "ink" / part / "images" / f"{place}.png")
-            Image.fromarray(mask).save(folder / "ink" / part / "masks" / f"{place}.png")
+    write_ink(folder / "ink" / "train", table[:80])
+    write_ink(folder / "ink" / "test", table[80:110])
     return folder
 
 

@@ -313,6 +313,11 @@ def test_check_prints_the_resolved_settings() -> None:
         "beta1": 0.9,
         "beta2": 0.9,
         "tau": 0.001,
+        "schedule": "constant",
+        "decay": 0.998,
+        "drop_factor": 0.1,
+        "factors": [],
+        "warm_up": 0,
     }
     assert tables["local"]["epochs"] == 1
     assert tables["strategy"] == {"name": "fedadam", "weights": "data"}
