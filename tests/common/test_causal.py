@@ -15,6 +15,8 @@ from torch.nn import functional
 from client.app import app
 from common import tasks
 from common.data.documents import Documents, apart, windows
+from common.data.hub import read_corpus
+from common.data.speeches import LETTERS, roles
 from common.data.tokens import utf8
 from common.errors import SettingsError
 from common.experiment import EvaluateSettings, Experiment, PartitionSettings, TaskSettings
@@ -22,6 +24,7 @@ from common.flower import ROOT
 from common.model import build
 from common.tasks.causal import CausalLM
 from common.tasks.scoring import Scoring
+from common.tasks.shakespeare import CORPUS
 from server.app import run
 from server.deploy.clients import start_clients
 from server.deploy.superlink import SuperLink
@@ -251,10 +254,8 @@ def test_a_folder_of_weights_and_tokenizer(tmp_path: Path) -> None:
         torch.testing.assert_close(task.forward(module, task.pool().inputs[:2]), want)
     own = create(file=text_file(tmp_path), tokenizer=str(place))
     assert own.encoder.vocabulary == len(letters)
-    for more, said in (
-        ({"length": 17}, "it reads 16 tokens"),
-        ({"tokenizer": "bytes", "length": 16}, "the tokenizer has 257"),
-    ):
+    bad = {"it reads 16 tokens": {"length": 17}, "tokenizer has 257": {"tokenizer": "bytes", "length": 16}}
+    for said, more in bad.items():
         asked = TaskSettings(name="causal-lm", file=text_file(tmp_path), pretrained=str(place), **more)
         with pytest.raises(SettingsError, match=said):
             tasks.create(asked, PartitionSettings(clients=2), 0).model()
@@ -308,15 +309,12 @@ def test_sites_bring_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=str)
 def test_one_answer_of_all_engines(tmp_path: Path, more: dict[str, Any]) -> None:
     """Shakespeare's roles by the column `role` in process and under VCE; sites' own files over gRPC."""
-    from common.tasks.shakespeare import CORPUS, read_corpus
-
-    table = read_corpus(CORPUS, "train")[0]
-    key = next(name for name in ("text", "content") if name in table)
-    texts = [str(each)[:3000] for each in list(table[key])[:30] if len(str(each)) > 500]
-    files = {
-        name: jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts[i::3]])
-        for i, name in enumerate("abc")
-    }
+    held = roles(*read_corpus(CORPUS, "train"))
+    spoken = ["".join(LETTERS[letter] for letter in role.text[:3000].tolist()) for role in held[:60]]
+    texts = [text for text in spoken if len(text) > 500][:12]
+    files = {}
+    for i, name in enumerate("abc"):
+        files[name] = jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts[i::3]])
     rows = [{"text": text, "role": str(i % 3)} for i, text in enumerate(texts)]
     pooled = str(jsonl(tmp_path / "all.jsonl", rows))
     natural = experiment(task={"file": pooled, **more}, partition={"kind": "natural", "holdout": 0.2})
