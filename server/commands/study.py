@@ -85,6 +85,11 @@ def report(
     tables: Annotated[
         Path | None, typer.Option(file_okay=False, help="Also report.md and everything as CSV and Parquet, in here.")
     ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Also charts as PDF and SVG and tables as LaTeX, for a paper, in here."),
+    ] = None,
+    percent: Annotated[bool, typer.Option("--percent", help="Shares as percent in the figures.")] = False,
     smoothing: Annotated[int, typer.Option(min=1, help="Evaluations in a row whose mean has to reach the target.")] = 1,
     window: Annotated[int, typer.Option(min=1, help="Last evaluations whose mean is the final score.")] = 5,
 ) -> None:
@@ -93,11 +98,18 @@ def report(
         from server.report import write
 
         targets = [_target(given) for given in target or ()]
-        told = write(folders, targets, out, smoothing=smoothing, window=window, tables=tables, command=sys.argv)
+        if percent and figures is None:
+            raise SettingsError("--percent is of the figures: give --figures DIR")
+        told = write(
+            folders, targets, out, smoothing=smoothing, window=window, tables=tables, figures=figures, percent=percent,
+            command=sys.argv,
+        )  # fmt: skip
         typer.echo(told)
         typer.echo(f"page {out.resolve()}")
         if tables is not None:
             typer.echo(f"tables {tables.resolve()}")
+        if figures is not None:
+            typer.echo(f"figures {figures.resolve()}")
 
 
 def _target(given: str) -> Target:

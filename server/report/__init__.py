@@ -8,11 +8,12 @@ from pathlib import Path
 
 from common.errors import SettingsError
 from common.metrics.target import Target
-from server.report import contents, details
+from server.report import contents, details, paired, paper
 from server.report.contents import Options
 from server.report.export import export
 from server.report.found import find
 from server.report.groups import Group, group
+from server.report.order import ordered
 from server.report.page import page
 from server.report.runs import Run
 
@@ -28,16 +29,19 @@ def write(
     smoothing: int = 1,
     window: int = 5,
     tables: Path | None = None,
+    figures: Path | None = None,
+    percent: bool = False,
     command: Sequence[str] = (),
 ) -> str:
-    """Write the page, with `tables` also report.md and the data, and return the tables as Markdown.
+    """Write the page, with `tables` also report.md and the data, with `figures` what a paper needs (shares in
+    `percent`), and return the tables as Markdown.
 
     `folders` are run folders or hold such (a plan's). Without `targets` those of the plans are taken, else 0.9 where
     the headline is accuracy.
     Raises SettingsError for a folder without a history or a page that cannot be written.
     """
     runs = find(folders)
-    groups = group(runs)
+    groups = ordered(group(runs))
     if not groups:
         raise SettingsError(f"{', '.join(repr(str(f)) for f in folders)} holds runs of a tuning only")
     usual = (DEFAULT_TARGET,) if all(one.headline == "accuracy" for one in groups) else ()
@@ -47,6 +51,8 @@ def write(
     if tables is not None:
         export(groups, [run for run in runs if run.stage != "final"], options, tables)
         _save(tables / "report.md", text + "\n", "report")
+    if figures is not None:
+        paper.write(groups, options, figures, percent)
     return text
 
 
@@ -55,6 +61,7 @@ def markdown(groups: Sequence[Group], runs: Sequence[Run], options: Options) -> 
     tables = [
         contents.summary(groups, options),
         *contents.pivots(groups, options),
+        paired.table(groups, options.window),
         contents.targets(groups, options),
         details.communication(groups),
         details.unfinished(runs),

@@ -5,15 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.metrics.target import Target
-from server.report.groups import Group, point
+from server.report.charts import is_share
+from server.report.groups import Group, point, question
 from server.report.runs import SOURCES
 from server.report.scores import Reach, final
-from server.report.tables import BOUND, DASH, Cell, Table, bold_best, byte_count, count, plain, spread
-from server.rounds.records import size
+from server.report.tables import (
+    BOUND,
+    DASH,
+    Cell,
+    Table,
+    bold_best,
+    bound,
+    byte_count,
+    count,
+    in_one_unit,
+    plain,
+    rounded,
+    spread,
+)
 
 WHOSE = {
     "central": "the server's test set",
@@ -56,7 +69,7 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
     for name in own_metrics(groups):
         columns[name] = lambda one, name=name: _final(one, name, window, "{:.4g}")  # type: ignore[misc]
     columns |= {
-        "drift": lambda one: spread(one.mean("drift"), "{:.3f}"),
+        "agreement": lambda one: spread(one.mean("drift"), "{:.3f}"),
         "bytes": lambda one: byte_count(one.total("bytes")),
         "seconds": lambda one: spread(one.total("seconds"), "{:.1f}"),
         "simulated s": lambda one: spread(one.total("clock"), "{:.1f}"),
@@ -66,7 +79,27 @@ def summary(groups: Sequence[Group], options: Options) -> Table:
     rows = [[take(one) for take in columns.values()] for one in groups]
     if _comparable(groups):
         rows = bold_best(rows, list(columns).index(named), groups[0].better(groups[0].headline))
-    return Table("Summary", list(columns), rows, _summary_notes(groups, options)).without_empty()
+    names = list(columns)
+    rows = in_one_unit(rows, [names.index("bytes")])
+    rows = rounded(rows, [at for at, name in enumerate(names) if name not in COUNTS])
+    extra = ["last", "best", "train loss", *own_metrics(groups)]
+    if len({cell.text for cell in (row[2] for row in rows)}) == 1 < len(rows):
+        extra.append("rounds")  # one number for all is in the line above
+    shares = [named, "last", "best", "worst client", "10th percentile"] if _shares(groups) else []
+    table = Table("Summary", names, rows, _summary_notes(groups, options), extra, shares).without_empty()
+    if all(len(one.used) < 2 for one in groups):
+        table.notes.insert(0, "Single seeds: nothing tells whether a difference is more than chance.")
+    return table
+
+
+COUNTS = ("group", "seeds", "rounds", "bytes", "dropped", "void")
+
+
+def _shares(groups: Sequence[Group]) -> bool:
+    """Whether the headline is a share in all groups."""
+    return all(is_share([one], one.headline) for one in groups if one.has(one.headline)) and any(
+        one.has(one.headline) for one in groups
+    )
 
 
 def headline_column(groups: Sequence[Group], options: Options) -> str:
@@ -91,7 +124,9 @@ def _final(one: Group, metric: str, window: int, pattern: str = "{:.4f}") -> Cel
 
 def _whose(one: Group, cell: Cell) -> Cell:
     """Marks what is of clients' own models."""
-    return Cell(f"{cell.text} own", cell.value) if one.source == "personal" and cell.value is not None else cell
+    if one.source != "personal" or cell.number is None:
+        return cell
+    return replace(cell, text=f"{cell.text} own", number=replace(cell.number, after="own"))
 
 
 def _comparable(groups: Sequence[Group]) -> bool:
@@ -99,19 +134,14 @@ def _comparable(groups: Sequence[Group]) -> bool:
     return len({(one.source, one.headline, question(one)) for one in groups}) == 1
 
 
-def question(one: Group) -> str:
-    """The group's question: task, split and point of a grid."""
-    about = {key: found for key, found in one.settings.items() if key.startswith(("task.", "partition."))}
-    return json.dumps([one.plan, one.point, about], sort_keys=True, default=str)
-
-
 def _summary_notes(groups: Sequence[Group], options: Options) -> list[str]:
     last = f"the mean of the last {options.window} evaluations" if options.window > 1 else "the last evaluation"
     notes = [
         f"Mean ± sample standard deviation over the seeds of a group; a single seed has no deviation. "
         f"{_whats(groups)}, worst client and 10th percentile (from the worst): {last} of a run (of all, if there are "
-        f"fewer); best: a run's best evaluation; drift: mean over rounds of the mean pairwise cosine of the uploads; "
-        f"bytes: sent in training, both directions."
+        f"fewer); best: a run's best evaluation; agreement: mean over rounds of the mean pairwise cosine of the "
+        f"uploads; bytes: sent in training, both directions. Bold: the best, where its mean less its deviation lies "
+        f"beyond each other's mean and deviation."
     ]
     for source in (*SOURCES, "train"):
         labels = [one.label for one in groups if one.source == source]
@@ -172,6 +202,8 @@ def targets(groups: Sequence[Group], options: Options) -> Table:
         f"of the mean: those count with all that they spent; the median counts them as never. Where none did, the "
         f"rounds that were run.",
     ]
+    rows = in_one_unit(rows, [columns.index("bytes")])
+    rows = rounded(rows, [columns.index(name) for name in ("seconds", "simulated s")])
     return Table("To the target", columns, rows, notes).without_empty()
 
 
@@ -184,9 +216,8 @@ def reach(found: Reach | None, pattern: str, unit: str = "") -> Cell:
     if unit and not found.reached:
         low, high = min(found.costs), max(found.costs)
         text = f"not reached in {low:.0f}{'' if low == high else f' to {high:.0f}'} {unit}"
-        return Cell(text, BOUND + cost.mean)
-    shown = pattern.format(cost.mean) if pattern else size(cost.mean)
-    return Cell(f"> {shown}", BOUND + cost.mean)
+        return replace(bound(cost, pattern), text=text)
+    return bound(cost, pattern)
 
 
 def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
@@ -198,17 +229,20 @@ def pivots(groups: Sequence[Group], options: Options) -> list[Table]:
     if len(points) < 2 or len(variants) < 2 or len(plans) > 1 or len(by) < len(groups):
         return []
 
-    def table(title: str, cell: Any, largest: bool) -> Table:
+    def table(title: str, cell: Any, largest: bool, share: bool | None = None) -> Table:
         rows = []
         for variant in variants:
             cells = [by.get((variant, json.dumps(p, default=str))) for p in points]
             rows.append([Cell(variant), *(Cell(DASH) if one is None else cell(one) for one in cells)])
         for column in range(1, len(points) + 1) if len({(one.source, one.headline) for one in groups}) == 1 else ():
             rows = bold_best(rows, column, largest)
-        return Table(f"{title} by variant and point", ["variant", *map(point, points)], rows)
+        every, names = range(1, len(points) + 1), ["variant", *map(point, points)]
+        rows = rounded(rows, every) if share is not None else in_one_unit(rows, every)
+        return Table(f"{title} by variant and point", names, rows, shares=names[1:] if share else ())
 
     head, first = headline_column(groups, options).capitalize(), groups[0]
-    tables = [table(head, lambda one: _final(one, one.headline, options.window), first.better(first.headline))]
+    largest, window = first.better(first.headline), options.window
+    tables = [table(head, lambda one: _final(one, one.headline, window), largest, _shares(groups))]
     if not any(one.has(one.headline) for one in groups):
         return []
     for target in options.targets:

@@ -12,11 +12,11 @@ from typing import Any
 from common.errors import SettingsError
 from common.settings import tables_of, text_of
 from server.compare.standings import PLAN, TUNED
-from server.report.contents import Options, headline_column, question
-from server.report.groups import Group, point
+from server.report.contents import Options, headline_column
+from server.report.groups import Group, point, question
 from server.report.runs import Run, inner, read_json
 from server.report.scores import Mean, final
-from server.report.tables import DASH, Cell, Table, byte_count, count, plain, spread, text
+from server.report.tables import DASH, Cell, Table, byte_count, count, in_one_unit, plain, spread, text
 
 HIDDEN = ("seed", "name", "checkpoint.every", "checkpoint.keep")
 """Settings that decide nothing, or that every run has its own of."""
@@ -59,6 +59,7 @@ def runs(all_: Sequence[Group], options: Options) -> Table:
                     text("; ".join(sorted({str(m.get("versions")) for m in run.roll if m.get("versions")}))),
                 ]
             )
+    rows = in_one_unit(rows, [columns.index("bytes")])
     return Table("Runs", columns, rows).without_empty()
 
 
@@ -99,6 +100,7 @@ def communication(groups: Sequence[Group]) -> Table:
         "same in units of the whole model as stored (model.safetensors). Dropped: answers left out, by cause; void: "
         "tries at a round that changed nothing; both summed over the seeds."
     ]
+    rows = in_one_unit(rows, (1, 2))
     return Table("Communication, dropped clients and void tries", columns, rows, notes).without_empty()
 
 

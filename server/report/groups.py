@@ -113,6 +113,12 @@ class Group:
         return band([(run.axis("round", metric), run.axis(axis, metric), run.metrics[metric].values) for run in used])
 
 
+def question(one: Group) -> str:
+    """What the group answers: task, split and point of a grid."""
+    about = {key: found for key, found in one.settings.items() if key.startswith(("task.", "partition."))}
+    return json.dumps([one.plan, one.point, about], sort_keys=True, default=str)
+
+
 def group(runs: Sequence[Run]) -> list[Group]:
     """The groups of final runs in the order of their first one, labels unique.
 
@@ -137,14 +143,13 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 
 def point(point: dict[str, Any]) -> str:
-    """A point of a grid in words, keys cut to their last part where that says enough."""
-    last = Counter(key.rsplit(".", 1)[-1] for key in point)
-    words = []
-    for key, value in point.items():
-        short = key.rsplit(".", 1)[-1]
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(f"{short if last[short] == 1 else key} = {shown}")
-    return ", ".join(words)
+    """A point of a grid in words, with whole keys: "server lr = 1, local lr = 0.1"."""
+    return ", ".join(f"{key.replace('.', ' ')} = {shown(value)}" for key, value in point.items())
+
+
+def shown(value: Any) -> str:
+    """A setting in words."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _key(run: Run) -> str:

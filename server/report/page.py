@@ -8,11 +8,14 @@ import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from server.report import charts, contents, details, sections
+from server.report import contents, details, paired, sections
+from server.report.caption import caption
 from server.report.contents import Options
 from server.report.groups import Group, point
 from server.report.render import TEMPLATES, render
 from server.report.runs import Run
+from server.report.scores import three
+from server.report.styles import names_of, styles
 
 EXPERIMENTS = 60
 """So many experiment files, whole."""
@@ -20,7 +23,7 @@ EXPERIMENTS = 60
 
 def page(groups: Sequence[Group], all_: Sequence[Run], options: Options, command: Sequence[str] = ()) -> str:
     """The report as HTML. `command`: what made it."""
-    style = charts.styles(groups, options.window)
+    style = styles(groups, options.window)
     varied, common = details.differing(groups)
     tables = {
         "summary": contents.summary(groups, options),
@@ -30,12 +33,19 @@ def page(groups: Sequence[Group], all_: Sequence[Run], options: Options, command
         "tuning": details.tuning(all_, groups),
         "varied": varied,
         "runs": details.runs(groups, options),
+        "paired": paired.table(groups, options.window),
     }
     final = [run for run in all_ if run.stage == "final"]
     script = (TEMPLATES / "script.js").read_text("utf-8")
     return render(
         "page.html",
         title=_title(groups),
+        verdicts=paired.verdicts(groups, options.window),
+        caption=caption(groups, options.window),
+        window=options.window,
+        names=names_of(groups),
+        point=point,
+        three=three,
         version=_version(),
         groups=groups,
         final=len(final),

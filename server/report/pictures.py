@@ -24,27 +24,35 @@ Counts = NDArray[np.int64]
 
 
 def partition_picture(
-    class_counts: ArrayLike, names: Sequence[str], class_names: Sequence[str] | None = None
+    class_counts: ArrayLike,
+    names: Sequence[str],
+    class_names: Sequence[str] | None = None,
+    *,
+    width: float | None = None,
 ) -> Figure:
     """Clients from left to right, classes from bottom to top; above them the examples of each client.
 
     `class_counts` (clients, classes) are whole numbers, `names` the clients' and `class_names` the classes' (default:
     their numbers). The area of a bubble, or the colour of the heat map on a logarithmic scale, is the number of
-    examples. Save it with `figure.savefig(path)`: PNG, SVG or PDF by the ending.
+    examples. `width`: in inches; default: by how many clients there are. Save it with `figure.savefig(path)`: PNG, SVG
+    or PDF by the ending.
     """
     from matplotlib.figure import Figure
 
     counts: Counts = np.asarray(class_counts, np.int64).reshape(len(names), -1)
     clients, classes = counts.shape
-    width, height = np.clip([2.5 + 0.3 * clients, 1.8 + 0.3 * classes], [7.5, 4.2], [14.0, 11.0])
-    figure = Figure(figsize=(float(width), float(height)), dpi=110, layout="constrained")
+    wide, height = np.clip([2.5 + 0.3 * clients, 1.8 + 0.3 * classes], [7.5, 4.2], [14.0, 11.0])
+    labels = 25 if width is None else max(2, int(4 * width))
+    if width is not None:
+        wide, height = width, float(np.clip(1.4 + 0.14 * classes, 0.7 * width, 1.6 * width))
+    figure = Figure(figsize=(float(wide), float(height)), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(2.5, float(height) - 2)])
     _sizes(above, counts.sum(axis=1))
     if max(clients, classes) <= BUBBLES:
-        _bubbles(below, counts, float(min(width * 72 / (clients + 2), height * 72 / (classes + 6))))
+        _bubbles(below, counts, float(min(wide * 72 / (clients + 2), height * 72 / (classes + 6))))
     else:
         _heat(figure, below, counts)
-    _labels(below, names, class_names or [str(number) for number in range(classes)])
+    _labels(below, names, class_names or [str(number) for number in range(classes)], labels)
     return figure
 
 
@@ -83,9 +91,9 @@ def _heat(figure: Figure, axes: Axes, counts: Counts) -> None:
     bar.formatter = "{x:.0f}"  # type: ignore[assignment]
 
 
-def _labels(axes: Axes, names: Sequence[str], class_names: Sequence[str]) -> None:
+def _labels(axes: Axes, names: Sequence[str], class_names: Sequence[str], most: int) -> None:
     axes.set(xlabel="client", ylabel="class", ylim=(-0.5 - 0.2, len(class_names) - 0.5 + 0.2))
-    every, plain = _stride(len(names), 25), {"parse_math": False}  # names are no formulas
+    every, plain = _stride(len(names), most), {"parse_math": False}  # names are no formulas
     axes.set_xticks(range(0, len(names), every), names[::every], rotation=0 if _short(names) else 60, **plain)
     every = 1 if len(class_names) <= NAMED else _stride(len(class_names), 25)
     size: Any = "small" if len(class_names) <= 25 else "x-small"

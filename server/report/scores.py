@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,16 @@ class Mean:
             return None
         deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
         return cls(float(np.mean(values)), deviation, len(values))
+
+
+def beyond(best: Mean, others: Iterable[Mean], higher: bool = True) -> bool:
+    """Whether the best is better than chance of seeds would explain at first sight: its mean less its deviation lies
+    beyond each other's mean and deviation. Not of single seeds, whose deviation nobody knows."""
+    if best.deviation is None:
+        return False
+    sign = 1.0 if higher else -1.0
+    gaps = [(sign * (best.mean - one.mean), one.deviation) for one in others]
+    return all(deviation is not None and gap > best.deviation + deviation for gap, deviation in gaps)
 
 
 @dataclass(frozen=True)
@@ -147,3 +157,18 @@ def band(curves: Sequence[tuple[Floats, Floats, Floats]]) -> Band:
 def thin(count: int, points: int) -> NDArray[np.int64]:
     """Evenly spread places of at most `points` out of `count`, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, points)).round().astype(np.int64))
+
+
+def three(mean: Mean) -> str:
+    """Mean and deviation to three digits, for a sentence."""
+    decimals = digits(mean.mean)
+    shown = f"{mean.mean:.{decimals}f}"
+    return shown if mean.deviation is None else f"{shown} ± {mean.deviation:.{decimals}f}"
+
+
+def digits(value: float) -> int:
+    """Decimals by which three digits are told; of what is below one, three behind the point; at most six."""
+    if not value or not math.isfinite(value):
+        return 3
+    magnitude = math.floor(math.log10(abs(value)))
+    return 3 if magnitude in (-1, -2) else max(0, min(6, 2 - magnitude))

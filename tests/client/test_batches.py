@@ -29,7 +29,7 @@ COUNTED = {"local-only": 0, "pfedme": 10, "fedsmb": 1}
 """Algorithm -> how many batches the shared BatchNorm layers count in a round; else two."""
 
 
-@pytest.mark.parametrize("strategy", [name for name in ALGORITHMS if not REGISTRY[name].cls.simulated])
+@pytest.mark.parametrize("strategy", ALGORITHMS)
 def test_batch_norm_with_a_last_batch_of_one(strategy: str) -> None:
     """5 examples in batches of 2: the last one joins the batch before. Counters count steps and stay integers,
     buffers keep dtype and shape, the frozen layer keeps its bits and is no part of the vector."""

@@ -22,7 +22,7 @@ from server.engines.worker_grid import WorkerGrid
 from strategies.registry import REGISTRY
 from tests.strategies.test_table import over_grpc, under_vce
 from tests.support.faults import FaultyGrid, Ran, ran, run
-from tests.support.helpers import MIXED, NORMED
+from tests.support.helpers import MIXED, NORMED, POOLED
 from tests.support.today import cells
 
 SIZES = {"0": (0, 0), "1": (1, 0), "2": (33, 3), "3": (65, 14), "4": (0, 4), "5": (2, 0)}
@@ -75,7 +75,8 @@ def members(result: Ran) -> dict[str, dict[str, Any]]:
     return {member["name"]: member for member in json.loads((result.folder.path / "roll.json").read_text())}
 
 
-CELLS = [(name, model) for name in REGISTRY for model in ("cnn", "mlp") if model == "mlp" or name not in MIXED]
+FEDERATED = [name for name in REGISTRY if name not in POOLED]
+CELLS = [(name, model) for name in FEDERATED for model in ("cnn", "mlp") if model == "mlp" or name not in MIXED]
 
 
 def survives(algorithm: str, model: str, plan: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from strategies.protocol import wire
 from strategies.protocol.messages import HEAD, STATE
 from strategies.registry import REGISTRY
 from tests.support.faults import FaultyGrid, Lie, fail, head, lies, ran, toy
+from tests.support.helpers import POOLED
 
 SIZES = [6, 10, 4, 8, 12, 6]
 LIAR = "3"
@@ -54,7 +55,7 @@ def adding(value: float) -> Any:
     return changed
 
 
-@pytest.mark.parametrize("name", sorted(name for name, entry in REGISTRY.items() if not entry.cls.simulated))
+@pytest.mark.parametrize("name", sorted(REGISTRY.keys() - POOLED))
 def test_no_reply_tells_of_more_steps_than_there_were(name: str, tmp_path: Path) -> None:
     """None, a negative number, one too many, numbers without bound: refused with the reason, in every algorithm, and
     the run goes on."""

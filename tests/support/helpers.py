@@ -35,7 +35,10 @@ NORMED = {name for name, entry in REGISTRY.items() if "batch-norm" in entry.pers
 MIXED = {name for name, entry in REGISTRY.items() if entry.personal.get("parts") == PRIVATE}
 """Algorithms that need a model with BatchNorm, and those that need one of two extractors, by their personal parts."""
 
-ALGORITHMS = sorted(REGISTRY.keys() - NORMED - MIXED)
+POOLED = {name for name, entry in REGISTRY.items() if entry.cls.simulated}
+"""What is no federation: one client trains."""
+
+ALGORITHMS = sorted(REGISTRY.keys() - NORMED - MIXED - POOLED)
 """All that `headed` serves."""
 
 ON_DIGITS = dict.fromkeys(NORMED, 'task = {model = "cnn", width = 2}') | dict.fromkeys(MIXED, "task.extractor = 4")
