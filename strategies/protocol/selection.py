@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -53,7 +54,7 @@ class Selection:
                 f"round.select = {shown(self._name)}; allowed: uniform, {', '.join(READY)} or package.module:function"
             )
         if self._name == "power-of-choice":
-            return lambda *given: power_of_choice(*given, candidates=candidates)
+            return partial(power_of_choice, candidates=candidates)
         return READY[self._name]
 
     def note(self, record: Mapping[str, Any]) -> None:
