@@ -21,7 +21,7 @@ from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.drops import Drops
 from server.rounds.ending import Finish, told_to_finish
-from server.rounds.evaluate import Evaluation, describe, of_training
+from server.rounds.evaluate import Evaluation, describe, described, of_training
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
 from server.rounds.machines import Machines
@@ -243,6 +243,8 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if about := described(self._strategy, coordinator.state):
+            record["strategy"] = about
         if waiting := attempts.roster.undecided.names:
             record["waiting"] = waiting
         if coordinator.grown:
