@@ -30,7 +30,8 @@ def caption(groups: Sequence[Group], window: int) -> str:
 
     variants = list(dict.fromkeys(one.variant for one in groups))
     algorithms = ", ".join(variants) if len(variants) <= 8 else f"{len(variants)} algorithms"
-    split = " ".join(filter(None, (setting("partition.kind"), setting("partition.alpha", "alpha {}"))))
+    alpha = setting("partition.alpha", "alpha {}") if "dirichlet" in setting("partition.kind") else ""
+    split = " ".join(filter(None, (setting("partition.kind"), alpha)))
     model = setting("task.model") or each(lambda run: run.model_bytes and size(run.model_bytes))
     seeds = list(dict.fromkeys(str(run.seed) for run in runs))
     counts = sorted({len(one.used) for one in groups})

@@ -44,6 +44,12 @@ class Verdict:
     beyond: bool = False
     paired: Paired | None = None
 
+    @property
+    def seed_by_seed(self) -> bool:
+        """Whether the interval of the paired differences leaves zero out."""
+        found = self.paired
+        return bool(found and found.low is not None and found.high is not None and found.low * found.high > 0)
+
 
 def paired(one: Group, other: Group, window: int) -> Paired | None:
     """The first less the second; None if they share no seed, or one of them has a value that is not finite."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from server import report
 from server.report import charts, contents, details, paired
 from server.report.caption import caption
 from server.report.charts import Heat
@@ -174,7 +175,7 @@ def test_verdicts_say_no_more_than_the_numbers(tmp_path: Path) -> None:
         line = record(1, None, central={"mae": value}, clients={}, each={}, task={})
         write_cell(tmp_path / "plan", "D", [line], seed=seed, status={"headline": "mae", "metrics": {"mae": False}})
     (verdict,) = paired.verdicts(groups_of(tmp_path / "plan"), 1)
-    assert (verdict.best.variant, verdict.beyond) == ("D", False)
+    assert (verdict.best.variant, verdict.beyond, verdict.seed_by_seed) == ("D", False, False)
     write_run(tmp_path / "other", [0.5], alpha=3.0)
     assert len(paired.verdicts(groups_of(tmp_path), 1)) == 2
 
@@ -237,12 +238,12 @@ def test_the_caption_says_what_a_reader_asks(tmp_path: Path) -> None:
                 point={"partition.alpha": alpha},
             )  # fmt: skip
     line = caption(groups_of(tmp_path / "plan"), 5)
-    for words in ("FedAvg; ", "7 clients", "alpha 0.1/1", "batch 32", "2 rounds", "seeds 0, 1", "mean of the last 5"):
+    for words in ("FedAvg; ", "7 clients", "split iid; ", "batch 32", "2 rounds", "seeds 0, 1", "mean of the last 5"):
         assert words.lower() in line.lower(), (words, line)
     assert "\n" not in line
     for number in range(6):
         write_run(tmp_path / "many" / str(number), [0.1], alpha=0.1 + number, name=f"n{number}")
-    assert "alpha varied" in caption(groups_of(tmp_path / "many"), 1)
+    assert "alpha" not in caption(groups_of(tmp_path / "many"), 1)  # no setting of an iid split
 
 
 def test_a_table_tells_whether_there_is_more() -> None:
@@ -250,3 +251,14 @@ def test_a_table_tells_whether_there_is_more() -> None:
     assert not Table("t", ("a", "b"), [[Cell("x"), Cell("1")]]).folded
     assert Table("t", ("a", "b"), [[Cell("x"), Cell("1.23", short="1.2")]]).folded
     assert Table("t", ("a", "b"), [[Cell("x"), Cell("1")]], extra=("b",)).folded
+
+
+def test_ahead_seed_by_seed_within_the_spread(tmp_path: Path) -> None:
+    """Seeds differ more than algorithms, but each seed says the same: no bold, and no "none is ahead" either."""
+    for seed in range(4):
+        for variant, gain in (("A", 0.05), ("B", 0.0)):
+            write_cell(tmp_path / "plan", variant, [0.3 + 0.1 * seed + gain + 0.002 * seed * (gain > 0)], seed=seed)
+    (verdict,) = paired.verdicts(groups_of(tmp_path / "plan"), 1)
+    assert (verdict.best.variant, verdict.beyond, verdict.seed_by_seed) == ("A", False, True)
+    report.write([tmp_path / "plan"], [], tmp_path / "page.html", window=1)
+    assert "yet ahead seed by seed" in (tmp_path / "page.html").read_text("utf-8")
