@@ -46,6 +46,7 @@ CODES = {
     "data-shape": "the site's data have another shape than this experiment's",
     "data-columns": "the site's table lacks columns of this experiment's, or has others",
     "data-cells": "cells of the site's table have no value, are no numbers or none of the declared categories",
+    "data-unfit": "this experiment's model cannot take one step on the site's data",
     "data-labels": "the site's labels are none of this experiment's classes",
     "task-failed": "task or model cannot be built at this site",
     "evaluation-failed": "the model could not be evaluated by this experiment's metrics at the site",

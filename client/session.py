@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from flwr.app import Context
 from client.memory.cache import StateCache
 from client.memory.versions import ContextMemory, DiskMemory, Memory, RamMemory
 from client.policy import Policy
-from client.training.device import Staging, choose, free, settle
+from client.training.device import Staging, choose, free, out_of_memory, settle
 from client.training.forward import Forward
 from client.training.work import local_steps
 from common import tasks
@@ -27,7 +26,7 @@ from common.data.examples import ClientData, Examples
 from common.data.grant import EVERYTHING, Grant, granted
 from common.data.places import own as own_file
 from common.data.schema import schema_hash
-from common.errors import ExperimentError, Sayable, SettingsError
+from common.errors import ExperimentError, Sayable, SettingsError, SiteError, located
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.model import FlatModel, build
@@ -118,7 +117,7 @@ class Session:
     def roll(self, names: list[str], file: str, share_labels: bool, in_flight: int) -> RollReply:
         """The answer to a roll call for the clients that this node hosts."""
         held = [self.data(name, file) for name in names]
-        self._check_loss(held)
+        self._check_loss(held, bool(file))
         return RollReply(
             names=names,
             examples=[len(data.train) for data in held],
@@ -145,22 +144,29 @@ class Session:
                 self._schemas[run, file] = ""
         return self._schemas[run, file]
 
-    def _check_loss(self, held: Sequence[ClientData]) -> None:
+    def _check_loss(self, held: Sequence[ClientData], own: bool) -> None:
         """Raise SettingsError for a loss that no optimizer can follow, told by two examples, as in training.
 
-        Whatever else goes wrong belongs to the round: there it costs one client.
+        Whatever else goes wrong belongs to the round, where it costs one client, unless the site brings the data `own`:
+        then the server could not try it, and what this site cannot learn from is told at once.
         """
         data = next((data.train for data in held if len(data.train)), None)
         if data is None or self._sound:
             return
         module, loss, done = self.model.module, None, False
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        with suppress(Exception), torch.no_grad(), torch_seeded(0, self.device):
-            module.train()
-            batch = data.batch(torch.arange(min(2, len(data))))
-            loss, done = self.forward(self.task, self.model, self.experiment.local).loss(batch), True
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        tried = own and len(data) > 1 and self.task.census is None
+        try:
+            with torch.no_grad(), torch_seeded(0, self.device):
+                module.train()
+                batch = data.batch(torch.arange(min(2, len(data))))
+                loss, done = self.forward(self.task, self.model, self.experiment.local).loss(batch), True
+        except Exception as error:
+            if tried and not out_of_memory(error):
+                raise SiteError("data-unfit", f"the model cannot learn from these data: {located(error)}") from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
         self._sound = isinstance(loss, torch.Tensor) and loss.ndim == 0
         if done and not self._sound:
             told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

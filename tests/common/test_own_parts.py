@@ -21,7 +21,8 @@ from common.tasks.digits import _table
 from common.tasks.supervised import Supervised
 from server.rounds.prepare import prepare
 from strategies.base import FederatedStrategy, hyperparameters
-from tests.support.faults import ran
+from tests.support.faults import ran, run
+from tests.support.site_grid import SiteGrid
 
 # --- what an experiment of these tests names
 
@@ -38,6 +39,10 @@ class Net(nn.Module):
 
 def smooth(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def smooth_of_five(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets.repeat(1, 5)[:, :5])
 
 
 @hyperparameters
@@ -233,6 +238,17 @@ def test_pixels_of_no_class_change_nothing(digits: Path) -> None:
     targets = torch.tensor([[0, 1, 2, 0], [1, 1, 0, 2], [-100] * 4, [-100] * 4])[None]
     half = task.error(logits[:, :, :2], targets[:, :2])  # type: ignore[attr-defined]
     assert torch.equal(task.error(logits, targets), half)  # type: ignore[attr-defined]
+
+
+def test_a_site_whose_data_the_model_cannot_learn_from_is_told_before_round_1(digits: Path, tmp_path: Path) -> None:
+    """Once, at that site: its log names the line; the server hears a code."""
+    files = {"site-0": digits / "labels.npz", "site-1": digits / "labels.npz"}
+    task = {"name": "multilabel", "shape": [64], "outputs": 4, "loss": f"{HERE}:smooth_of_five"}
+    grid = SiteGrid(files, "", **{"allow-tasks": f"{HERE}:smooth_of_five"})
+    given = experiment(task=task, round={"wait_for": 2, "deadline_s": 3.0})
+    found = run(tmp_path, given, grid, strict=True)
+    assert "data-unfit: this experiment's model cannot take one step on the site's data" in str(found.error)
+    assert found.history == []
 
 
 # --- parts of one's own
