@@ -306,8 +306,7 @@ def test_sites_bring_their_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [{}, {"lora_rank": 2}], ids=str)
-def test_one_answer_of_all_engines(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_one_answer_of_all_engines(tmp_path: Path) -> None:
     """Shakespeare's roles by the column `role` in process and under VCE; sites' own files over gRPC."""
     held = roles(*read_corpus(CORPUS, "train"))
     spoken = ["".join(LETTERS[letter] for letter in role.text[:3000].tolist()) for role in held[:60]]
@@ -317,13 +316,13 @@ def test_one_answer_of_all_engines(tmp_path: Path, more: dict[str, Any]) -> None
         files[name] = jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts[i::3]])
     rows = [{"text": text, "role": str(i % 3)} for i, text in enumerate(texts)]
     pooled = str(jsonl(tmp_path / "all.jsonl", rows))
-    natural = experiment(task={"file": pooled, **more}, partition={"kind": "natural", "holdout": 0.2})
+    natural = experiment(task={"file": pooled}, partition={"kind": "natural", "holdout": 0.2})
     here = run(InProcessGrid(app), natural, RunFolder(tmp_path / "here"))
     quiet = {"say": lambda text: None, "show": lambda record: None}
     vce.simulate(natural, RunFolder(tmp_path / "vce"), app, resume=False, workers=1, **quiet)  # type: ignore[arg-type]
     assert RunFolder(tmp_path / "vce").status()["sha256"] == here["sha256"]
 
-    asked, folder = experiment(task=more), RunFolder(tmp_path / "grpc")
+    asked, folder = experiment(), RunFolder(tmp_path / "grpc")
     here = run(SiteGrid(files), asked, RunFolder(tmp_path / "own"), strict=False)
     with ExitStack() as stack:
         stack.enter_context(environment(PYTHONPATH=str(ROOT)))
