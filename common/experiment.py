@@ -177,6 +177,10 @@ class RoundSettings(Section):
     """`[round]`: who takes part and when a round is good enough."""
 
     sample: int | None = Field(None, ge=1, description="clients a round; default: all")
+    select: str = Field(
+        "uniform", description="which: uniform, size, loss, power-of-choice, round-robin or package.module:function"
+    )
+    candidates: int | None = Field(None, ge=1, description="power-of-choice: drawn by size; default: twice as many")
     over_select: int = Field(0, ge=0, description="further clients asked; the round closes at `sample` replies")
     quorum: int | None = Field(None, ge=1, description="fewest uploads of a valid round; default: half of sample")
     deadline_s: float = Field(600.0, gt=0)
@@ -340,7 +344,12 @@ class DataSettings(Section):
 UNSEEN = ("checkpoint", "tracking")
 """Sections that touch neither weights nor history: how a run is kept and shown."""
 
-HERE: dict[str, Any] = {"stop": True, "tracking": True, "checkpoint": {"best"}}
+HERE: dict[str, Any] = {
+    "stop": True,
+    "tracking": True,
+    "checkpoint": {"best"},
+    "round": {"select", "candidates"},
+}
 """What is the server's affair alone."""
 
 
@@ -348,6 +357,8 @@ LATER: tuple[tuple[str, str, Any], ...] = (
     ("local", "arithmetic", "native"),
     ("round", "norm_factor", 1000.0),
     ("round", "most_share", None),
+    ("round", "select", "uniform"),
+    ("round", "candidates", None),
     *(("local", key, before) for key, before in (("drop_every", None), ("drop_factor", 0.1))),
     *(("local", key, before) for key, before in (("factors", []), ("warm_up", 0))),
     *(("server", key, before) for key, before in (("schedule", "constant"), ("decay", 0.998))),
@@ -402,9 +413,11 @@ class Experiment(Section):
         """
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=not full))
 
-    def json(self) -> str:  # type: ignore[override]
-        """The settings that were set, as JSON text: what travels to clients, whom `HERE` does not concern."""
-        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude=HERE)
+    def json(self, server: bool = False) -> str:  # type: ignore[override]
+        """The settings that were set, as JSON text: what travels to clients, whom `HERE` does not concern, or with
+        `server` to another server app."""
+        without = {"tracking": True} if server else HERE
+        kept = self.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude=without)
         return json.dumps(kept, sort_keys=True)
 
     def portable(self) -> Experiment:

@@ -195,7 +195,7 @@ def identities(experiment: Experiment) -> tuple[str, ...]:
 
 def config_of(experiment: Experiment) -> ConfigRecord:
     """What Flower's own `strategy.start(..., train_config=...)` needs to know of an experiment."""
-    return ConfigRecord({"experiment": settled(experiment)[1].json()})
+    return ConfigRecord({"experiment": settled(experiment)[1].json(server=True)})
 
 
 def _check_pairs(strategy: FederatedStrategy, experiment: Experiment) -> None:

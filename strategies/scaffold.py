@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common.vector import State
+from common.vector import State, norm
 from strategies.base import FederatedStrategy, Kind, Upload, Work, hyperparameters, tracker_change
 
 
@@ -53,3 +53,7 @@ class Scaffold(FederatedStrategy):
     def aggregate(self, state: State, uploads: Sequence[Upload]) -> State:
         """x as FedAvg; c by what the uploads add to the average over all clients."""
         return super().aggregate(state, uploads) | {"control": state["control"] + tracker_change(uploads, "control")}
+
+    def describe(self, state: State) -> Mapping[str, float]:
+        """|c|: at rest it is the norm of the mean gradient, which is then zero."""
+        return {"control norm": norm(state["control"])}

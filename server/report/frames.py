@@ -10,7 +10,7 @@ from server.rounds.records import Record, headline, valued
 
 # Imported where used: pandas takes half a second that only frames and exported tables need.
 
-GROUPS = ("central", "clients", "personal", "train", "task", "seconds")
+GROUPS = ("central", "clients", "personal", "train", "task", "strategy", "seconds")
 COUNTED = ("sampled", "accepted", "dropped", "void")
 CLIENT_COLUMNS = ("round", "client", "metric", "value")
 

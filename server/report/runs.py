@@ -206,8 +206,9 @@ def _values(record: Record, run: Run) -> Iterator[tuple[str, float]]:
     train = inner(inner(record, "train"), "loss")
     if "weighted" in train:
         yield "train loss", number(train["weighted"])
-    for name, value in inner(record, "task").items():
-        yield str(name), number(value)
+    for owner in ("task", "strategy"):
+        for name, value in inner(record, owner).items():
+            yield str(name), number(value)
 
 
 def _causes(record: Record) -> Iterator[str]:

@@ -17,8 +17,8 @@ from strategies.base import Upload
 from strategies.protocol import wire
 from strategies.protocol.acceptance import judge
 from strategies.protocol.coordinator import Coordinator, NotFinite
-from strategies.protocol.members import sample
 from strategies.protocol.messages import Undecided, usable
+from strategies.protocol.selection import Selection
 
 TTL_MARGIN_S = 60.0
 
@@ -59,6 +59,7 @@ class Attempts:
         exchange: Exchange,
         kept: Callable[[int], dict[str, set[int]]],
         stop: Stop,
+        selection: Selection,
     ) -> None:
         self._experiment = experiment
         self.coordinator = coordinator
@@ -66,6 +67,7 @@ class Attempts:
         self.exchange = exchange
         self._kept = kept
         self._stop = stop
+        self._selection = selection
         self._closes = 0.0
         """When the try at hand ends: one deadline for all of its exchanges."""
 
@@ -74,14 +76,15 @@ class Attempts:
         settings, coordinator, roster = self._experiment.round, self.coordinator, self.roster
         quorum = settings.quorum or ((settings.sample or coordinator.trainers) + 1) // 2
         if not roster.gather(quorum, settings.deadline_s):
-            here = ", ".join(sorted(roster.trainers)) or "none"
-            return Attempt(round, cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({here})")
+            names = ", ".join(sorted(roster.trainers)) or "none"
+            return Attempt(round, cause=f"{len(roster.trainers)} clients are here, quorum {quorum} ({names})")
         present = coordinator.participation.present(round, number, roster.trainers)
         if len(present) < quorum:
             cause = f"{len(present)} of {len(roster.trainers)} clients are present, quorum {quorum}"
             return Attempt(round, cause=cause)
         wanted = min(settings.sample or len(roster.trainers), len(present))
-        everyone = sample(self._experiment.seed, round, number, present, wanted + settings.over_select)
+        here = [roster.members[name] for name in present]
+        everyone = self._selection.choose(coordinator.state, here, round, number, wanted + settings.over_select)
         members = [roster.members[name] for name in everyone]
         late = coordinator.participation.late(round, members)
         attempt = Attempt(round, everyone, coordinator.participation.clock(round, members), dropped=late)

@@ -14,12 +14,13 @@ from common.experiment import StopSettings
 from common.metrics.directions import higher_by_name
 from common.tasks.base import Task
 from common.tasks.scoring import Measured, finite
+from common.vector import State
 from server.rounds.ending import Ending
 from server.rounds.exchange import Exchange
 from server.rounds.prepare import Prepared
 from server.rounds.records import Record, Value
 from server.rounds.roster import Roster
-from strategies.base import Upload
+from strategies.base import Algorithm, Upload
 from strategies.protocol.acceptance import measured
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.messages import Refused, read_reply
@@ -176,6 +177,14 @@ def of_training(uploads: Sequence[Upload]) -> Summary:
     }
     examples = {upload.name: upload.examples for upload in uploads}
     return summarize(examples, by_metric(values), higher_by_name, {})
+
+
+def described(strategy: Algorithm, state: State) -> dict[str, Value]:
+    """Scalars of the algorithm about its state. Raises RunError with the cause where its code fails."""
+    try:
+        return {str(key): finite(float(value)) for key, value in strategy.describe(state).items()}
+    except Exception as error:
+        raise RunError(f"{type(strategy).__name__}.describe failed: {located(error)}") from error
 
 
 def describe(task: Task, model: torch.Tensor) -> dict[str, Value]:

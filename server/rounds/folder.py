@@ -153,10 +153,12 @@ class RunFolder:
             return [unstamped(line) for line in (self.path / NOTES).read_text("utf-8").splitlines()]
         return []
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line to the history."""
+    def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a line to the history; returns it as it is read again."""
+        line: dict[str, Any] = plain(record)
         with (self.path / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        return line
 
     def cut_history(self, round: int) -> None:
         """Drop the lines after `round`: those rounds are run again from its checkpoint."""

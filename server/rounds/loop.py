@@ -21,7 +21,7 @@ from server.rounds.changes import begun_as, differences, record_changes
 from server.rounds.checkpoint import Checkpoints
 from server.rounds.drops import Drops
 from server.rounds.ending import Finish, told_to_finish
-from server.rounds.evaluate import Evaluation, describe, of_training
+from server.rounds.evaluate import Evaluation, describe, described, of_training
 from server.rounds.exchange import Exchange
 from server.rounds.folder import RunFolder
 from server.rounds.machines import Machines
@@ -32,6 +32,7 @@ from server.rounds.roster import Roster
 from server.rounds.stopping import Stop, Stopped
 from strategies.protocol.coordinator import Coordinator
 from strategies.protocol.members import Member
+from strategies.protocol.selection import Selection
 from strategies.registry import cautions, identities, written_out
 
 
@@ -104,7 +105,12 @@ class Rounds:
                 return self._conclude(coordinator, self._ending.why)
             roster = self._roll(coordinator, resume)
             exchange = Exchange(self._grid, roster.in_flight, self._stop, roster.restarted)
-            attempts = Attempts(self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop)
+            self._selection = Selection(self._experiment)
+            for record in records:
+                self._selection.note(record)
+            attempts = Attempts(
+                self._experiment, coordinator, roster, exchange, self._checkpoints.asked, self._stop, self._selection
+            )
             if not resume:
                 self._checkpoints.save(coordinator)
             for round in range(coordinator.round + 1, self._experiment.rounds + 1):
@@ -237,6 +243,8 @@ class Rounds:
         started, coordinator = time.perf_counter(), attempts.coordinator
         attempt, void = self._valid(round, attempts)
         record = self._record(coordinator, attempt, void, attempts.exchange.late)
+        if about := described(self._strategy, coordinator.state):
+            record["strategy"] = about
         if waiting := attempts.roster.undecided.names:
             record["waiting"] = waiting
         if coordinator.grown:
@@ -256,7 +264,7 @@ class Rounds:
         record["time"] = now()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
-        self._folder.append(record)
+        self._selection.note(self._folder.append(record))
         self._tell(record, attempt)
         why = self._ending.heed(record)
         if self._best:

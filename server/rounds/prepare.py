@@ -20,6 +20,7 @@ from common.tasks.scoring import Scoring
 from server.rounds.ending import target_of
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
+from strategies.protocol.selection import Selection
 from strategies.registry import settled
 
 
@@ -74,6 +75,7 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
     if experiment.task.options.get("test_file"):
         task.central()  # a test set that cannot be used shows here, and not where a run begins
     target_of(experiment.stop)
+    Selection(experiment)
     rehearse(task, model, names)
     return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
 

@@ -154,7 +154,7 @@ def _cause(error: BaseException) -> str:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Tag and value of everything in a record that makes a curve. Nothing of a single client is among them."""
-    for group in ("central", "task", "seconds"):
+    for group in ("central", "task", "strategy", "seconds"):
         for key, value in (record.get(group) or {}).items():
             if value is not None:
                 yield f"{group}/{key}", float(value)

@@ -97,6 +97,11 @@ class Algorithm(ABC):
         """`payload` of a client that was assigned these scalars."""
         return self.payload
 
+    def describe(self, state: State) -> Mapping[str, float]:
+        """Scalars of its own about the state after a round, by name: in the history as "strategy", in trackers and the
+        report. A function of its argument alone; it changes nothing."""
+        return {}
+
     def personalize(self, work: Work) -> None:
         """With `personal`, on a client before it evaluates: make the loaded model, the server's, its own. Nothing is
         kept or sent. Not called where there is no training example, so no memory either."""

@@ -19,8 +19,9 @@ from strategies.protocol import wire
 from strategies.protocol.acceptance import judge, measured
 from strategies.protocol.algorithm import Algorithm
 from strategies.protocol.coordinator import Coordinator, NotFinite
-from strategies.protocol.members import Member, members_of, roll_messages, sample
+from strategies.protocol.members import Member, members_of, roll_messages
 from strategies.protocol.messages import Refused, read_experiment, read_reply
+from strategies.protocol.selection import Selection
 from strategies.protocol.work import Upload
 
 MODEL = "model"
@@ -35,6 +36,8 @@ class FlowerLoop:
         self._members = members
         self._asked: dict[str, Message] = {}
         self._informed: State | None = None
+        self._selection = Selection(coordinator.experiment)
+        self._sampled: list[str] = []
 
     @classmethod
     def begin(cls, strategy: Algorithm, config: ConfigRecord, arrays: ArrayRecord, grid: Grid) -> FlowerLoop:
@@ -77,7 +80,9 @@ class FlowerLoop:
         trainers = [name for name, member in self._members.items() if member.examples]
         settings = coordinator.experiment.round
         present = coordinator.participation.present(round, 0, trainers)
-        chosen = sample(coordinator.experiment.seed, round, 0, present, settings.sample or len(trainers))
+        here = [self._members[name] for name in present]
+        chosen = self._selection.choose(coordinator.state, here, round, 0, settings.sample or len(trainers))
+        self._sampled = chosen
         late = coordinator.participation.late(round, [self._members[name] for name in chosen])
         chosen = [name for name in chosen if name not in late]
         self._informed = None
@@ -116,6 +121,14 @@ class FlowerLoop:
         except NotFinite as error:
             print(f"round {round} is void: {error}", flush=True)
             return None, None
+        self._selection.note(
+            {
+                "round": round,
+                "sampled": self._sampled,
+                "accepted": [upload.name for upload in uploads],
+                "losses": {upload.name: upload.metrics.get("loss") for upload in uploads},
+            }
+        )
         total = sum(upload.examples for upload in uploads)
         loss = sum(upload.examples * upload.metrics["loss"] for upload in uploads) / total
         return self._arrays(), MetricRecord({"loss": loss, "clients": len(uploads)})
