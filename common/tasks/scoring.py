@@ -134,9 +134,10 @@ class Scoring:
         wanted, found = self._asked or self._task.headline, sorted(names)
         if not found or wanted in found:
             return wanted
-        if wanted:
-            where = "evaluate.headline" if self._asked else f"{type(self._task).__name__}.headline"
-            raise SettingsError(f"{where} = {wanted!r} is no metric of this task; allowed: {', '.join(found)}")
+        if self._asked:
+            raise SettingsError(
+                f"evaluate.headline = {wanted!r} is no metric of this task; allowed: {', '.join(found)}"
+            )
         means = [name for name in found if name != "loss" and not self._is_part(name)]
         first = [*(name for name in ("accuracy",) if name in found), *self.metrics, *means]
         return first[0] if first else "loss"

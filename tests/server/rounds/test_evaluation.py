@@ -178,6 +178,15 @@ def test_a_headline_that_nobody_measures_is_told_with_those_that_there_are(tmp_p
     assert "evaluate.headline = 'acuracy' is no metric of this task; allowed: loss, mae" in str(result.error)
 
 
+def test_a_task_that_measures_other_things_than_its_kind_has_another_headline() -> None:
+    """One's own subclass of a classification may have metrics of its own alone."""
+    task = Measured([], "", [], False)
+    task.headline = "accuracy"
+    scoring = Scoring(task, task.model(), measured().evaluate)
+    assert scoring.headline([]) == "accuracy"
+    assert scoring.headline(["loss", "mae"]) == "mae"
+
+
 def test_one_sites_word_names_no_metric(tmp_path: Path) -> None:
     """What a minority tells is no metric of the run: it would be the headline by its name's place alone."""
 
