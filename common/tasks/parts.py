@@ -49,9 +49,11 @@ def fitted(task: Task, parts: Parts) -> Task:
     if parts.model is not None:
         build = load(parts.model, "task.model", "class or function")
         task.model = partial(_built, build, parts, task.dtype)  # type: ignore[method-assign]
+    if parts.loss is not None or parts.class_weights is not None:
+        if not isinstance(task, Supervised) or not task.takes_loss:
+            key = "loss" if parts.loss is not None else "class_weights"
+            raise SettingsError(f"task.{key}: the loss of this {type(task).__name__} is its own; leave it out")
     if parts.loss is not None:
-        if not isinstance(task, Supervised):
-            raise SettingsError(f"task.loss = {parts.loss!r}: {type(task).__name__} has a loss that is its own")
         if parts.class_weights is not None:
             raise SettingsError("task.class_weights beside task.loss; allowed: one of them")
         task.error = _checked(load(parts.loss, "task.loss", "function"), parts.loss)  # type: ignore[assignment,method-assign]

@@ -37,6 +37,9 @@ class Supervised(Task):
 
     shifts = True
 
+    takes_loss: bool = True
+    """Whether the loss is all of it in `error`, so that an experiment may name another one."""
+
     def __init__(self, partition: PartitionSettings, seed: int, dtype: str = "float32") -> None:
         self.partition = partition
         self.seed = seed

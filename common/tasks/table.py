@@ -74,7 +74,7 @@ class Table(Classification):
         super().__init__(partition, seed, given.dtype)
         self._check_words()
         if self.numeric:
-            self.metric_kind, self.headline = "numbers", "mse"
+            self.metric_kind, self.headline, self.takes_loss = "numbers", "mse", False
         scaled = self.how.numbers
         if self.numeric and given.standardize is True:
             scaled = (*scaled, self.how.target)

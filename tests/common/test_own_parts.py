@@ -312,6 +312,15 @@ def test_code_of_ones_own_is_asked_for_at_the_gate(tables: dict[str, Any]) -> No
     assert caught.value.code == "task-denied"
 
 
+@pytest.mark.parametrize("part", [{"loss": f"{HERE}:smooth"}, {"class_weights": [1.0]}])
+def test_a_loss_that_would_be_passed_over_is_refused(part: dict[str, Any], tmp_path: Path) -> None:
+    """Of a task whose loss is more than a function of outputs and targets."""
+    (tmp_path / "t.csv").write_text("a,y\n" + "\n".join(f"{i},{i / 2}" for i in range(20)))
+    given = {"name": "table", "file": str(tmp_path / "t.csv"), "target": "y", "predict": "number", **part}
+    with pytest.raises(SettingsError, match="the loss of this Table is its own"):
+        prepare(experiment(task=given))
+
+
 def test_balanced_weights_are_those_of_the_pooled_counts() -> None:
     task: Any = tasks.create(TaskSettings(name="digits", class_weights="balanced"), PartitionSettings(clients=3), 0)
     counts = torch.bincount(task.pool().targets).double()
