@@ -49,16 +49,18 @@ def fitted(task: Task, parts: Parts) -> Task:
     if parts.model is not None:
         build = load(parts.model, "task.model", "class or function")
         task.model = partial(_built, build, parts, task.dtype)  # type: ignore[method-assign]
-    if parts.loss is not None or parts.class_weights is not None:
-        if not isinstance(task, Supervised) or not task.takes_loss:
-            key = "loss" if parts.loss is not None else "class_weights"
-            raise SettingsError(f"task.{key}: the loss of this {type(task).__name__} is its own; leave it out")
+    if parts.loss is None and parts.class_weights is None:
+        return task
+    key = "loss" if parts.loss is not None else "class_weights"
+    if not isinstance(task, Supervised) or not task.takes_loss:
+        raise SettingsError(f"task.{key}: the loss of this {type(task).__name__} is its own; leave it out")
+    if parts.loss is not None and parts.class_weights is not None:
+        raise SettingsError("task.class_weights beside task.loss; allowed: one of them")
     if parts.loss is not None:
-        if parts.class_weights is not None:
-            raise SettingsError("task.class_weights beside task.loss; allowed: one of them")
-        task.error = _checked(load(parts.loss, "task.loss", "function"), parts.loss)  # type: ignore[assignment,method-assign]
-    if parts.class_weights is not None:
-        task.error = _weighted(task, parts.class_weights)  # type: ignore[attr-defined]
+        own = _checked(load(parts.loss, "task.loss", "function"), parts.loss)
+    else:
+        own = _weighted(task, parts.class_weights or [])
+    task.error = own  # type: ignore[assignment,method-assign]
     return task
 
 
