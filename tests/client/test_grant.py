@@ -25,7 +25,7 @@ TEXT = {
     "classes", "variant", "lora_targets", "parts", "classes_per_client", "name",
     "model", "config", "frozen",  # of a language model: a kind that transformers knows, numbers, names of parameters
     "select",  # read by the server alone, which clients are not even sent
-    "metrics", "headline",  # code that `metrics` names is found by the gate: test_scoring.py
+    "metrics", "headline",  # code that `metrics` names is found by the gate: test_own_parts.py
 }  # fmt: skip
 """Fields of text that nobody opens: compared with what is there. A new one that names a file is `Opened`."""
 

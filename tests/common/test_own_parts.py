@@ -304,7 +304,15 @@ def test_an_algorithm_that_is_none_is_told() -> None:
         prepare(experiment(strategy={"name": "fedavgg"}))
 
 
-@pytest.mark.parametrize("tables", [{"task": {"name": "digits", **PARTS}}, {"strategy": {"name": f"{HERE}:Part"}}])
+NAMED: list[dict[str, Any]] = [
+    {"task": {"name": "digits", "model": f"{HERE}:Net"}},
+    {"task": {"name": "digits", "loss": f"{HERE}:smooth"}},
+    {"strategy": {"name": f"{HERE}:Part"}},
+    {"evaluate": {"metrics": [f"{HERE}:smooth"]}},
+]
+
+
+@pytest.mark.parametrize("tables", NAMED)
 def test_code_of_ones_own_is_asked_for_at_the_gate(tables: dict[str, Any]) -> None:
     """A server's word imports nothing at a site that has not allowed it."""
     with granting(Grant((), (), ())), pytest.raises(Denied) as caught:
