@@ -18,7 +18,7 @@ from common.tasks.base import Task
 from common.tasks.classification import Classification
 from common.tasks.supervised import Supervised
 
-OWN = "model_args", "class_weights"
+OWN = "model_args", "class_weights", "start"
 """Keys of `[task]` that every named task takes, beside `model` and `loss` as package.module:name."""
 
 
@@ -28,6 +28,9 @@ class Parts(Section):
     model: str | None = None
     model_args: dict[str, Any] = Field({}, description="arguments of the class or function that `model` names")
     loss: str | None = Field(None, description="a function (outputs, targets) -> the mean loss over the batch")
+    start: str | None = Field(
+        None, description="safetensors file whose weights the run begins from; the server reads it"
+    )
     class_weights: str | list[Annotated[float, Field(ge=0)]] | None = Field(
         None, description="of the loss: one a class, or 'balanced', n / (classes * n_c) over the training examples"
     )

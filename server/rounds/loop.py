@@ -77,6 +77,7 @@ class Rounds:
         # Runs of before kept the settings, and their hash, without the hyperparameters that nobody set.
         known = self._written.identity, *identities(prepared.experiment)
         self._heavy: set[str] = set()
+        self._notes = prepared.notes
         self._headline = self._evaluation.scoring.headline([]) or "loss"
         self._told: dict[str, bool] = {}
         self._drops = Drops(say)
@@ -93,6 +94,8 @@ class Rounds:
         coordinator = self._resumed() if resume else self._fresh()
         # Whoever follows the history from outside shows what comes after this round.
         about = {"rounds": self._experiment.rounds, "after": coordinator.round, "plan": self._task.plan_hash()}
+        for note in () if resume else self._notes:
+            self._say(note)
         if not resume:
             about["initial"] = vector.sha256({"model": coordinator.state["model"], **coordinator.buffers})
         self._folder.set_status("running", **about)

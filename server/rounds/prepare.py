@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +17,7 @@ from common.seeds import torch_seeded
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
+from server.rounds.begin import begin_from
 from server.rounds.ending import target_of
 from strategies.base import FederatedStrategy
 from strategies.protocol.participation import Participation
@@ -33,6 +34,8 @@ class Prepared:
     task: Task
     model: FlatModel
     scoring: Scoring
+    notes: list[str] = field(default_factory=list)
+    """What to say before round 1 of a new run."""
 
 
 def prepare(experiment: Experiment) -> Prepared:
@@ -76,8 +79,10 @@ def assemble(strategy: FederatedStrategy, experiment: Experiment) -> Prepared:
         task.central()  # a test set that cannot be used shows here, and not where a run begins
     target_of(experiment.stop)
     Selection(experiment)
+    start = experiment.task.options.get("start")
+    notes = begin_from(model, start) if start is not None else []
     rehearse(task, model, names)
-    return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate))
+    return Prepared(experiment, strategy, task, model, Scoring(task, model.module, experiment.evaluate), notes)
 
 
 def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:

@@ -339,6 +339,26 @@ def test_balanced_weights_are_those_of_the_pooled_counts() -> None:
     assert torch.allclose(task.error(logits, targets), (weights.float()[targets] * plain).mean())
 
 
+def test_a_run_begins_from_the_weights_of_another(tmp_path: Path) -> None:
+    """To the bit where all fits; what does not fit is told by name, and nothing that fits is an error."""
+    first = ran(tmp_path / "first", experiment())
+    file = str(tmp_path / "first" / "model.safetensors")
+    second = ran(tmp_path / "second", experiment(task={"name": "digits", "start": file}))
+    assert second.folder.status()["initial"] == first.history[-1]["sha256"]
+    assert second.said[0] == "task.start: 4 of 4 tensors are those of model.safetensors"
+    part = prepare(experiment(task={"name": "digits", "projection": 16, "start": file}))
+    assert part.notes[0] == "task.start: 2 of 8 tensors are those of model.safetensors"
+    assert "4 begin anew, the file has none of that name" in part.notes[1]
+    assert "2 begin anew, the file's have another shape: 2.bias, 2.weight" in part.notes[2]
+    with pytest.raises(SettingsError, match="none of its 4 tensors"):
+        prepare(experiment(task={"name": "digits", "hidden": 7, "model": f"{HERE}:Net", "start": file}))
+    (tmp_path / "damaged").write_bytes(b"abc")
+    with pytest.raises(SettingsError, match="damaged or cannot be read"):
+        prepare(experiment(task={"name": "digits", "start": str(tmp_path / "damaged")}))
+    with pytest.raises(SettingsError, match="no such file"):
+        prepare(experiment(task={"name": "digits", "start": "nowhere"}))
+
+
 def test_a_rehearsal_leaves_the_model_as_it_was() -> None:
     """Weights, buffers, gradient and random numbers."""
     before = torch.random.get_rng_state()
