@@ -103,7 +103,7 @@ WRONG = {
     ),
     'server.optimizer = "sdg"': ("server.optimizer = 'sdg': Input should be 'sgd', 'momentum'",),
     'task.name = "digit"': (
-        "task.name: 'digit' is unknown; allowed: 20news, agnews, cifar10, ",
+        "task.name: 'digit' is unknown; allowed: 20news, agnews, causal-lm, cifar10, ",
         "package.module:function",
     ),
     'compression.up = "zip"': ("compression.up = 'zip': Input should be 'none'",),
