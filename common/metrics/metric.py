@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torchmetrics
 
 MOST_SUMS = 1 << 20
-"""Numbers in a metric's sums: more would be no summary of the examples any more."""
+"""Numbers in a metric's sums, and in all of a client's: more would be no summary of the examples any more."""
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.@/ -]{0,59}")
 

@@ -8,7 +8,6 @@ from common.errors import Sayable, SettingsError, not_one_of
 from common.experiment import PartitionSettings, TaskSettings
 from common.own import cause, load
 from common.tasks.base import Task
-from common.tasks.parts import fitted, taken
 
 # name in `[task]` -> "module:class or function"; each is called as (options, partition, seed).
 TASKS = {
@@ -47,6 +46,8 @@ def create(settings: TaskSettings, partition: PartitionSettings, seed: int) -> T
     in a function of one's own; Denied, before it is imported, for one that the site has not allowed.
     """
     if settings.name in TASKS:
+        from common.tasks.parts import fitted, taken  # partitions and models, which a list of names does without
+
         options, parts = taken(settings.options)
         task = resolve_name(TASKS[settings.name])(options, partition, seed)
         assert isinstance(task, Task)

@@ -186,11 +186,6 @@ class CausalLM(Supervised):
         follow = targets.long()
         return self.forward(model, inputs), follow.masked_fill(follow == PADDING, NONE)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """`error` of the outputs."""
-        outputs, targets = self.outputs(model, batch)
-        return self.error(outputs, targets)
-
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean over the windows of the mean cross entropy of a window's tokens, nats."""
         return _mean(_surprise(outputs, targets), targets).mean()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,10 +120,8 @@ class Scoring:
 
     def higher(self, name: str) -> bool:
         """Whether more is better; of a part of a metric as of the whole."""
-        for known, metric in self.metrics.items():
-            if name == known or name.startswith(f"{known}."):
-                return metric.higher
-        return name not in self._task.lower and higher_by_name(name)
+        metric = self.metrics.get(name) or self._whole(name)
+        return metric.higher if metric else name not in self._task.lower and higher_by_name(name)
 
     def headline(self, names: Iterable[str]) -> str:
         """Which of the metrics that were measured stands for the run; "" before any was.
@@ -138,12 +135,13 @@ class Scoring:
             raise SettingsError(
                 f"evaluate.headline = {wanted!r} is no metric of this task; allowed: {', '.join(found)}"
             )
-        means = [name for name in found if name != "loss" and not self._is_part(name)]
+        means = [name for name in found if name != "loss" and self._whole(name) is None]
         first = [*(name for name in ("accuracy",) if name in found), *self.metrics, *means]
         return first[0] if first else "loss"
 
-    def _is_part(self, name: str) -> bool:
-        return any(name.startswith(f"{known}.") for known in self.metrics)
+    def _whole(self, part: str) -> Metric | None:
+        """The metric that a part is of, such as "iou.0"; None of what is no part."""
+        return next((metric for known, metric in self.metrics.items() if part.startswith(f"{known}.")), None)
 
 
 def _number(name: str, value: Any) -> float | Tensor:
@@ -156,8 +154,3 @@ def _number(name: str, value: Any) -> float | Tensor:
         except (TypeError, ValueError):
             pass
     raise SettingsError(f"metric {name}: {described(value)}; needed: a number, the sum over the batch")
-
-
-def finite(value: float) -> float | None:
-    """A number for a file: None for one that is none, which JSON cannot hold."""
-    return value if math.isfinite(value) else None

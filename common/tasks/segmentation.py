@@ -140,11 +140,6 @@ class Segmentation(Supervised):
         found: Tensor = model(floats.unsqueeze(1) if floats.ndim == 3 else floats.permute(0, 3, 1, 2))
         return found
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the images of the mean cross entropy of an image's pixels, nats."""
-        outputs, targets = self.outputs(model, batch)
-        return self.error(outputs, targets)
-
     def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits (b, classes, h, w) and classes (b, h, w), `NONE` where there is none."""
         inputs, masks = batch
@@ -152,7 +147,8 @@ class Segmentation(Supervised):
         return self.forward(model, inputs), targets.masked_fill(targets == IGNORED, NONE)
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss; an image without a pixel of any class counts with 0."""
+        """Mean over the images of the mean cross entropy of an image's pixels, nats; an image without a pixel of any
+        class counts with 0."""
         pixels = functional.cross_entropy(outputs, targets, ignore_index=NONE, reduction="none").flatten(1)
         return (pixels.sum(1) / (targets != NONE).flatten(1).sum(1).clamp(min=1)).mean()
 

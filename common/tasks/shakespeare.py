@@ -177,22 +177,14 @@ class Shakespeare(Classification):
         """The linear layer."""
         return model.head if isinstance(model, NextCharacter) and not model.everywhere else None
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean cross entropy over the predictions, nats."""
-        return self.error(*self._predicted(model, batch))
-
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, float | Tensor]:
         """Sums over the windows of the mean over a window's predictions: cross entropy (nats) and right answers."""
-        logits, targets = self._predicted(model, batch)
+        logits, targets = self.outputs(model, batch)
         weight = len(batch[1]) / max(1, len(targets))
         judged = self.judge(logits, targets)
         return {"loss": judged["loss"] * weight, "accuracy": (logits.argmax(1) == targets).sum() * weight}
 
     def outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits (m, 80) and characters (m,) of all predictions."""
-        return self._predicted(model, batch)
-
-    def _predicted(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Logits (m, 80) and characters (m,) of all predictions."""
         held, targets = batch
         logits: Tensor = model(held[:, :-1].int())

@@ -67,9 +67,8 @@ class Supervised(Task):
         raise SettingsError(f"{type(self).__name__} has no loss: write error(outputs, targets), or loss(model, batch)")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """`error` of the model's outputs."""
-        inputs, targets = batch
-        return self.error(self.forward(model, inputs), targets)
+        """`error` of `outputs`."""
+        return self.error(*self.outputs(model, batch))
 
     def outputs(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """The model's outputs and the targets of a batch."""

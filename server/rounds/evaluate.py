@@ -13,7 +13,7 @@ from common.errors import RunError, SettingsError, located
 from common.experiment import StopSettings
 from common.metrics.directions import higher_by_name
 from common.tasks.base import Task
-from common.tasks.scoring import Measured, finite
+from common.tasks.scoring import Measured
 from common.vector import State
 from server.rounds.ending import Ending
 from server.rounds.exchange import Exchange
@@ -118,11 +118,11 @@ class Evaluation:
         values = {name: self.scoring.values(found) for name, found in sorted(answers.measured.items())}
         return by_metric(values)
 
-    def summary(self, answers: Answers) -> Summary:
-        """`summarize` of what clients measured; "weighted" of a metric of sums is of all examples together."""
+    def summary(self, answers: Answers, each: Mapping[str, Mapping[str, float]]) -> Summary:
+        """`summarize` of what clients measured, `each` of it; "weighted" of a metric of sums is of all examples."""
         examples = {name: found.examples for name, found in answers.measured.items()}
         pooled = self.scoring.pooled([answers.measured[name] for name in sorted(answers.measured)])
-        return summarize(examples, self.each(answers), self.scoring.higher, pooled)
+        return summarize(examples, each, self.scoring.higher, pooled)
 
 
 def agreed(all_: Mapping[str, Measured]) -> dict[str, Measured]:
@@ -150,7 +150,7 @@ def summarize(
     """metric -> {"weighted": mean by examples, "mean": plain mean, "worst": value, "client": who, "n": clients}.
 
     `pooled`: what stands for "weighted" where a metric is no mean. Clients whose value is not finite count as worst and
-    are left out of the means; None stands for a number that there is not.
+    are left out of the means. NaN stands for a number that there is not; `RunFolder.append` makes None of it.
     """
     summary: Summary = {}
     for key, values in each.items():
@@ -160,9 +160,9 @@ def summarize(
         total = sum(examples[name] for name in known)
         weighted = sum(examples[name] * value for name, value in known.items()) / total if known else math.nan
         summary[key] = {
-            "weighted": finite(pooled.get(key, weighted)),
-            "mean": sum(known.values()) / len(known) if known else None,
-            "worst": finite(values[worst]),
+            "weighted": pooled.get(key, weighted),
+            "mean": sum(known.values()) / len(known) if known else math.nan,
+            "worst": values[worst],
             "client": worst,
             "n": len(known),
         }
@@ -182,11 +182,11 @@ def of_training(uploads: Sequence[Upload]) -> Summary:
 def described(strategy: Algorithm, state: State) -> dict[str, Value]:
     """Scalars of the algorithm about its state. Raises RunError with the cause where its code fails."""
     try:
-        return {str(key): finite(float(value)) for key, value in strategy.describe(state).items()}
+        return {str(key): float(value) for key, value in strategy.describe(state).items()}
     except Exception as error:
         raise RunError(f"{type(strategy).__name__}.describe failed: {located(error)}") from error
 
 
 def describe(task: Task, model: torch.Tensor) -> dict[str, Value]:
     """Extra numbers of the task about the global model (for `quadratic` the distance to the minimizer)."""
-    return {key: finite(float(value)) for key, value in task.describe(model).items()}
+    return {key: float(value) for key, value in task.describe(model).items()}

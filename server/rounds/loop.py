@@ -13,7 +13,6 @@ from flwr.serverapp import Grid
 
 from common import vector
 from common.errors import RunError, SettingsError
-from common.tasks.scoring import finite
 from common.vector import State
 from server.rounds.attempt import Attempt, Attempts, timed
 from server.rounds.best import Best
@@ -267,7 +266,8 @@ class Rounds:
         record["time"] = now()
         record["seconds"] = attempt.seconds | {"total": time.perf_counter() - started}
         # First the line, then the checkpoint: a crash between them costs a round that is run again, never a line.
-        self._selection.note(self._folder.append(record))
+        record = self._folder.append(record)
+        self._selection.note(record)
         self._tell(record, attempt)
         why = self._ending.heed(record)
         if self._best:
@@ -284,12 +284,12 @@ class Rounds:
         """Add what the model of this round is by the metrics, at the server and at clients."""
         evaluation, coordinator = self._evaluation, attempts.coordinator
         central = evaluation.central(coordinator)
-        record["central"] = {name: finite(value) for name, value in central.items()}
+        record["central"] = central
         answers = evaluation.clients(coordinator, attempts.roster, attempts.exchange, attempt.sampled)
         # A client's own model is another thing than the global one on its data.
         of = "personal" if self._strategy.own_models(self._experiment) else "clients"
-        record[of], each = evaluation.summary(answers), evaluation.each(answers)
-        record["each"] = {name: {who: finite(value) for who, value in found.items()} for name, found in each.items()}
+        each = evaluation.each(answers)
+        record[of], record["each"] = evaluation.summary(answers, each), each
         if answers.asked:
             record["evaluated"] = {"asked": len(answers.asked), "dropped": answers.dropped, "causes": answers.causes}
         self._drops.tell("evaluation", attempt.round, answers.dropped, answers.causes)

@@ -14,6 +14,7 @@ from flwr.common.constant import ErrorCode
 from common.data.moments import MOST_TEXT as MOST_CENSUS
 from common.errors import MessageError
 from common.experiment import Experiment
+from common.metrics.metric import MOST_SUMS
 from common.seeds import derive
 from common.settings import checked, name_fault, printable
 from common.vector import State
@@ -48,9 +49,6 @@ MOST_CLIENTS = 100_000
 """Entries of a list in a client's answer."""
 MOST_METRICS = 1000
 """Numbers beside the vectors of a reply."""
-
-MOST_SUMS = 1 << 20
-"""Numbers in all sums of a reply's metrics."""
 
 T = TypeVar("T")
 
@@ -339,12 +337,16 @@ def scalars(record: MetricRecord | None) -> dict[str, float]:
     if record is not None and len(record) > MOST_METRICS:
         raise Refused("malformed", f"{len(record)} metrics; allowed: {MOST_METRICS}")
     for key, value in (record or {}).items():
-        if key != cleaned(key, MOST_WORD):
-            raise Refused("malformed", f"a metric is called {key[:40]!r}: allowed are {MOST_WORD} printable letters")
+        _check_name(key)
         if isinstance(value, list):
             raise Refused("malformed", f"metric {key} is a list")
         values[key] = float(value)
     return values
+
+
+def _check_name(metric: str) -> None:
+    if metric != cleaned(metric, MOST_WORD):
+        raise Refused("malformed", f"a metric is called {metric[:40]!r}: allowed are {MOST_WORD} printable letters")
 
 
 def sums_of(record: MetricRecord | None) -> dict[str, list[float]]:
@@ -352,8 +354,7 @@ def sums_of(record: MetricRecord | None) -> dict[str, list[float]]:
     is long or could not be shown."""
     found: dict[str, list[float]] = {}
     for key, value in (record or {}).items():
-        if key != cleaned(key, MOST_WORD):
-            raise Refused("malformed", f"a metric is called {key[:40]!r}: allowed are {MOST_WORD} printable letters")
+        _check_name(key)
         if not isinstance(value, list):
             raise Refused("malformed", f"the sums of metric {key} are no list")
         found[key] = [float(each) for each in value]

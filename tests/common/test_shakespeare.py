@@ -115,7 +115,7 @@ def test_all_positions_or_the_last(tmp_path: Path) -> None:
     twin = everywhere.model()
     twin.load_state_dict(model.state_dict())
     batch = last.client("1").train.batch(torch.arange(6))
-    one, all_ = last._predicted(model, batch), everywhere._predicted(twin, batch)
+    one, all_ = last.outputs(model, batch), everywhere.outputs(twin, batch)
     assert one[0].shape == (6, 80)
     assert all_[0].shape == (24, 80)
     torch.testing.assert_close(all_[0].view(6, 4, 80)[:, -1], one[0])
