@@ -30,7 +30,6 @@ from common.errors import ExperimentError, Sayable, SettingsError, SiteError, lo
 from common.experiment import Experiment, LocalSettings
 from common.flower import versions
 from common.model import FlatModel, build
-from common.seeds import torch_seeded
 from common.tasks.base import NO_CLIENTS, Task
 from common.tasks.scoring import Scoring
 from strategies.base import FederatedStrategy
@@ -153,20 +152,15 @@ class Session:
         data = next((data.train for data in held if len(data.train)), None)
         if data is None or self._sound:
             return
-        module, loss, done = self.model.module, None, False
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        loss, done = None, False
         tried = own and len(data) > 1 and self.task.census is None
         try:
-            with torch.no_grad(), torch_seeded(0, self.device):
-                module.train()
+            with torch.no_grad(), self.model.trial():
                 batch = data.batch(torch.arange(min(2, len(data))))
                 loss, done = self.forward(self.task, self.model, self.experiment.local).loss(batch), True
         except Exception as error:
             if tried and not out_of_memory(error):
                 raise SiteError("data-unfit", f"the model cannot learn from these data: {located(error)}") from error
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
         self._sound = isinstance(loss, torch.Tensor) and loss.ndim == 0
         if done and not self._sound:
             told = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -200,6 +201,19 @@ class FlatModel:
         """Copy one client's personal part in; what `state` does not hold is as at the run's start."""
         for name, own in self.personal.items():
             own.copy_(state.get(name, self._initial[name]))
+
+    @contextmanager
+    def trial(self) -> Iterator[nn.Module]:
+        """The module in training mode, for a pass that counts for nothing: buffers and random numbers are afterwards as
+        before."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        try:
+            with torch_seeded(0, self.vector.device):
+                self.module.train()
+                yield self.module
+        finally:
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
 
     def check_views(self) -> None:
         """Raise if the module replaced a parameter's storage or gradient, which would train a copy unseen."""

@@ -13,7 +13,6 @@ from common import tasks
 from common.errors import SettingsError, located
 from common.experiment import Experiment
 from common.model import FlatModel, build, matrix_slots
-from common.seeds import torch_seeded
 from common.settings import name_fault
 from common.tasks.base import Task
 from common.tasks.scoring import Scoring
@@ -97,11 +96,9 @@ def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
     data = data if data is not None and len(data) > 1 else task.client(names[0]).train if names else None
     if data is None or len(data) < 2:
         return
-    module, buffers = model.module, [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     try:
-        with torch_seeded(0, torch.device("cpu")), warnings.catch_warnings():
+        with model.trial() as module, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will say them
-            module.train()
             loss = task.loss(module, task.augment(data.batch(torch.arange(2))))
             if isinstance(loss, torch.Tensor) and loss.ndim == 0:  # of anything else the roll call tells
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -110,8 +107,6 @@ def rehearse(task: Task, model: FlatModel, names: Sequence[str]) -> None:
     except Exception as error:
         raise SettingsError(f"the model cannot learn from this task's examples: {located(error)}") from error
     finally:
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
         model.whole_gradient.zero_()
 
 
