@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,16 @@ from common.data.speeches import LETTERS, roles
 from common.data.tokens import utf8
 from common.errors import SettingsError
 from common.experiment import EvaluateSettings, Experiment, PartitionSettings, TaskSettings
-from common.flower import ROOT
 from common.model import build
 from common.tasks.causal import CausalLM
 from common.tasks.scoring import Scoring
 from common.tasks.shakespeare import CORPUS
 from server.app import run
-from server.deploy.clients import start_clients
-from server.deploy.superlink import SuperLink
 from server.engines import vce
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_tables import jsonl
-from tests.support.children import environment
-from tests.support.patience import until
+from tests.support.grpc_sites import over_grpc
 from tests.support.site_grid import SiteGrid
 
 pytest.importorskip("transformers", reason="needs the extra `text`")
@@ -322,14 +317,7 @@ def test_one_answer_of_all_engines(tmp_path: Path) -> None:
     vce.simulate(natural, RunFolder(tmp_path / "vce"), app, resume=False, workers=1, **quiet)  # type: ignore[arg-type]
     assert RunFolder(tmp_path / "vce").status()["sha256"] == here["sha256"]
 
-    asked, folder = experiment(), RunFolder(tmp_path / "grpc")
+    asked = experiment()
     here = run(SiteGrid(files), asked, RunFolder(tmp_path / "own"), strict=False)
-    with ExitStack() as stack:
-        stack.enter_context(environment(PYTHONPATH=str(ROOT)))
-        link = stack.enter_context(SuperLink(tmp_path / "superlink.log"))
-        for name, file in files.items():
-            places = {"memory_root": tmp_path / "memory", "log_dir": tmp_path}
-            stack.enter_context(start_clients(link.fleet_address, [name], **places, options=["--data", str(file)]))
-        link.control.submit(ROOT, {"experiment-toml": asked.toml(), "run-dir": str(folder.path), "resume": False})
-        until(lambda: folder.status().get("status") in ("finished", "failed"), lambda: str(folder.status()), 120)
+    folder = over_grpc(asked, files, tmp_path)
     assert folder.status().get("sha256") == here["sha256"], folder.status()

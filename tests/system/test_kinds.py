@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 
 from client.app import app
 from common.experiment import Experiment
-from common.flower import ROOT
 from common.tasks.digits import _table
 from server.app import run
-from server.deploy.clients import start_clients
-from server.deploy.superlink import SuperLink
 from server.engines import vce
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
 from tests.common.test_own_parts import write_ink
-from tests.support.children import environment
-from tests.support.patience import until
+from tests.support.grpc_sites import over_grpc
 from tests.support.site_grid import SiteGrid
 
 pytestmark = [pytest.mark.rest, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -78,16 +73,8 @@ def test_under_vce(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_grpc_with_files_of_the_sites(kind: str, tmp_path: Path) -> None:
     files = {name: write(kind, tmp_path / name, places) for name, places in SITES.items()}
-    asked, folder = settings(kind), RunFolder(tmp_path / "grpc")
+    asked = settings(kind)
     here = run(SiteGrid(files), asked, RunFolder(tmp_path / "here"), strict=False)
-    with ExitStack() as stack:
-        stack.enter_context(environment(PYTHONPATH=str(ROOT)))
-        link = stack.enter_context(SuperLink(tmp_path / "superlink.log"))
-        for name, file in files.items():
-            places = {"memory_root": tmp_path / "memory", "log_dir": tmp_path}
-            more = ["--data", str(file)]
-            stack.enter_context(start_clients(link.fleet_address, [name], **places, options=more))
-        link.control.submit(ROOT, {"experiment-toml": asked.toml(), "run-dir": str(folder.path), "resume": False})
-        until(lambda: folder.status().get("status") in ("finished", "failed"), lambda: str(folder.status()), 120)
+    folder = over_grpc(asked, files, tmp_path)
     assert folder.status().get("sha256") == here["sha256"], folder.status()
     assert evaluated(folder.path) == evaluated(tmp_path / "here")

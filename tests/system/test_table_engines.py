@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from client.app import app
 from common.experiment import Experiment
-from common.flower import ROOT
 from server.api import Run
 from server.app import run
-from server.deploy.clients import start_clients
-from server.deploy.superlink import SuperLink
 from server.engines import vce
 from server.engines.inprocess import InProcessGrid
 from server.rounds.folder import RunFolder
-from tests.support.children import environment
-from tests.support.patience import until
+from tests.support.grpc_sites import over_grpc
 from tests.support.real_tables import breast_cancer, rows_of, sites, write_csv
 from tests.support.site_grid import SiteGrid
 
@@ -51,16 +46,8 @@ def test_a_pooled_table_under_vce(tmp_path: Path) -> None:
 
 def test_sites_with_shuffled_columns_over_grpc(tmp_path: Path) -> None:
     files, test = sites(tmp_path, *breast_cancer(), tested=114)
-    asked, folder = settings(test_file=str(test)), RunFolder(tmp_path / "grpc")
+    asked = settings(test_file=str(test))
     here = run(SiteGrid(files), asked, RunFolder(tmp_path / "here"), strict=False)
-    with ExitStack() as stack:
-        stack.enter_context(environment(PYTHONPATH=str(ROOT)))
-        link = stack.enter_context(SuperLink(tmp_path / "superlink.log"))
-        for name, file in files.items():
-            more = ["--data", str(file)]
-            places = {"memory_root": tmp_path / "memory", "log_dir": tmp_path}
-            stack.enter_context(start_clients(link.fleet_address, [name], **places, options=more))
-        link.control.submit(ROOT, {"experiment-toml": asked.toml(), "run-dir": str(folder.path), "resume": False})
-        until(lambda: folder.status().get("status") in ("finished", "failed"), lambda: str(folder.status()), 120)
+    folder = over_grpc(asked, files, tmp_path)
     assert folder.status().get("sha256") == here["sha256"], folder.status()
     assert folder.facts() == RunFolder(tmp_path / "here").facts()
