@@ -135,10 +135,10 @@ def test_killed_before_the_line(tmp_path: Path, straight: Ran, monkeypatch: pyte
     """No checkpoint comes before its line: none is missing afterwards."""
     append = RunFolder.append
 
-    def killed(self: RunFolder, record: dict[str, Any]) -> None:
+    def killed(self: RunFolder, record: dict[str, Any]) -> dict[str, Any]:
         if record["round"] == 5:
             raise KeyboardInterrupt
-        append(self, record)
+        return append(self, record)
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "append", killed)
