@@ -256,13 +256,14 @@ class World:
             self.kill("server killed after the aggregate")
             return result
 
-        def killed_append(folder: RunFolder, record: dict[str, Any]) -> None:
+        def killed_append(folder: RunFolder, record: dict[str, Any]) -> dict[str, Any]:
             if self.due("server killed in the line"):
                 with (folder.path / HISTORY).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record)[:70])
                 raise Killed
-            append(folder, record)
+            line = append(folder, record)
             self.kill("server killed after the line")
+            return line
 
         def killed_save(checkpoints: Checkpoints, coordinator: Coordinator) -> None:
             checkpoints.wait()
